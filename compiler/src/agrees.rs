@@ -16,7 +16,7 @@ use serde_json::Value;
 use shardc_ir::ops::Arithmetic;
 use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, DType, Graph, Node, Op, OpDef, Plan, Role, TensorType, ValueId};
+use shardc_ir::{Bytes, DType, Family, Graph, Node, Op, OpDef, Plan, Role, TensorType, ValueId};
 use shardc_models::Model;
 use shardc_passes::chunk::chunk;
 use shardc_passes::cluster::{Cluster, ClusterError};
@@ -128,13 +128,13 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
         (_, Err(error)) => return vec![format!("the pins: {error}")],
     };
     let mut wrong = Vec::new();
-    for (family, said) in chosen.degrees() {
-        let (said, is) = (said.unwrap_or(1), mesh.degree(family));
+    for family in Family::over_ranks() {
+        let (said, is) = (chosen.product(&[family]), mesh.degree(family));
         if said != is {
             wrong.push(format!("the choice says {family}={said}, and the mesh has {family}={is}"));
         }
     }
-    let parts = ["dp", "fsdp", "ep"].map(|family| mesh.degree(family)).iter().product::<u64>() * mesh.microbatches();
+    let parts = Family::DATA.map(|family| mesh.degree(family)).iter().product::<u64>() * mesh.microbatches();
     if let Some(microbatch) = chosen.microbatch.filter(|size| size.saturating_mul(parts) != *batch) {
         let message = format!("the choice says microbatch={microbatch}, and the mesh cuts a batch of {batch}");
         wrong.push(format!("{message} into {parts} parts"));
@@ -158,13 +158,14 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
         }
     }
     let named = |of: &Pins| {
+        // What divides the sequence may be pinned by another name than it then has.
+        let families = Family::over_ranks().filter(|family| !Family::CONTEXT.contains(family));
+        let degrees = families.map(|family| (family.name(), of.degree(family))).collect::<Vec<_>>();
         let others =
             [("microbatch", of.microbatch), ("zero", of.zero), ("in_flight", of.in_flight), ("delayed", of.delayed)];
-        of.degrees().into_iter().chain(others)
+        degrees.into_iter().chain(others)
     };
     for ((name, pin), (_, is)) in named(&pinned).zip(named(&chosen)) {
-        // What divides the sequence may be pinned by another name than it then has.
-        let pin = pin.filter(|_| !["ring", "ulysses", "cp"].contains(&name));
         if let Some(pin) = pin.filter(|pin| *pin != is.unwrap_or(1)) {
             wrong.push(format!("the pins say {name}={pin}, and the choice {name}={}", is.unwrap_or(1)));
         }
@@ -212,7 +213,7 @@ fn zero_stage(plan: &Plan, said: u64) -> u64 {
 
 /// Whether optimizer state is divided over ranks that divide the batch.
 fn is_stored_in_parts(plan: &Plan) -> bool {
-    let axes = ["dp", "fsdp"].iter().flat_map(|family| plan.mesh.family(family)).collect::<Vec<_>>();
+    let axes = [Family::Data, Family::Fsdp].into_iter().flat_map(|family| plan.mesh.family(family)).collect::<Vec<_>>();
     let states = plan.graph.nodes().filter(|(_, node)| matches!(node.op, Op::State(_)));
     states.map(|(id, _)| &plan.strategies[id]).any(|strategy| {
         axes.iter().any(|axis| plan.mesh.size(*axis) > 1 && strategy.factors.values().flatten().any(|own| own == axis))

@@ -14,9 +14,10 @@ use crate::error::Error;
 use crate::model::{MOST_LAYERS, NamedModel};
 use crate::options::{Batch, Options, each_pin, leaves_open, with_pins};
 use serde::Serialize;
+use shardc_ir::Family;
 use shardc_ir::units::counted;
 use shardc_passes::cluster::Cluster;
-use shardc_passes::search::{Degrees, FAMILIES, Pins, PlanError};
+use shardc_passes::search::{Degrees, Pins, PlanError};
 use std::cell::RefCell;
 
 /// What is made as large as fits.
@@ -235,7 +236,8 @@ impl Question<'_> {
 
     /// The pins under which a batch is one microbatch on each of so many data ranks.
     fn whole(&self, dp: u64, microbatch: u64) -> String {
-        let others = each_pin(&self.options.pins).filter(|(name, _)| !["dp", "microbatch"].contains(name));
+        let others =
+            each_pin(&self.options.pins).filter(|(name, _)| ![Family::Data.name(), "microbatch"].contains(name));
         with_pins(&format!("dp={dp},microbatch={microbatch}"), others.map(|(_, pin)| pin.to_string()))
     }
 
@@ -315,14 +317,11 @@ fn quick(pins: &str) -> String {
 fn on_mesh_of(pins: &str, choice: &str) -> Option<String> {
     let degrees = Degrees::of_choice(choice).ok()?;
     // Which of the ways to divide a sequence is meant is said by none of them where it is not divided.
-    let is_said = |family: &&&str| !["ring", "ulysses"].contains(*family) || degrees.degree(family) > 1;
-    let open: Vec<String> = FAMILIES
-        .iter()
-        .filter(is_said)
-        .filter(|name| leaves_open(pins, name))
-        .map(|family| degrees.pin(family))
-        .collect();
-    if open.is_empty() || degrees.degree("pp") > 1 {
+    let is_said = |family: &Family| !matches!(family, Family::Ring | Family::Ulysses) || degrees.degree(*family) > 1;
+    let families = Family::over_ranks().filter(is_said);
+    let open = families.filter(|family| leaves_open(pins, family.name())).map(|family| degrees.pin(family));
+    let open: Vec<String> = open.collect();
+    if open.is_empty() || degrees.degree(Family::Pipeline) > 1 {
         return None;
     }
     Some(quick(&with_pins(pins, open)))
@@ -450,13 +449,15 @@ fn sentence(error: &Error) -> String {
 
 /// The sizes of `dp` that pins leave, the largest first, and the data ranks that each makes with `fsdp` and `ep`.
 fn data_degrees(ranks: u64, pins: &Pins) -> Vec<(u64, u64)> {
-    let own = pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1);
+    let own = pins.product(&[Family::Fsdp, Family::Expert]);
     let others =
-        pins.degrees().into_iter().filter(|(name, _)| *name != "dp").filter_map(|(_, pin)| pin).product::<u64>();
-    let is_whole = pins.tp.is_some() && (pins.pp.is_some() || !pins.opens_stages());
+        pins.degrees().filter(|(family, _)| *family != Family::Data).map(|(_, degree)| degree).product::<u64>();
+    let is_whole = pins.fixes(&[Family::Tensor]) && (pins.fixes(&[Family::Pipeline]) || !pins.opens_stages());
     let fits = |dp: &u64| {
         let all = dp * others;
-        pins.dp.is_none_or(|pin| pin == *dp) && ranks.is_multiple_of(all) && (!is_whole || all == ranks)
+        pins.degree(Family::Data).is_none_or(|pin| pin == *dp)
+            && ranks.is_multiple_of(all)
+            && (!is_whole || all == ranks)
     };
     (1..=ranks / others).rev().filter(fits).map(|dp| (dp, dp * own)).collect()
 }

@@ -11,7 +11,7 @@ use crate::options::{Batch, Options, leaves_open, with_pins};
 use crate::pipeline::{self, target};
 use serde::Serialize;
 use shardc_ir::plan::Request;
-use shardc_ir::{Graph, Plan, Seconds};
+use shardc_ir::{Family, Graph, Plan, Seconds};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::search::{Pins, may_take_less, prepared};
 
@@ -55,7 +55,7 @@ pub fn fewer(
     let mut options = Options { dump_to: None, ..options.clone() };
     // Fewer in as many stages as all are enough to say so, and quickly planned.
     let stages = plan.stages();
-    if leaves_open(&options.pins, "pp") && (per_node * nodes).is_multiple_of(stages) {
+    if leaves_open(&options.pins, Family::Pipeline.name()) && (per_node * nodes).is_multiple_of(stages) {
         options.pins = with_pins(&options.pins, [format!("pp={stages}")]);
     }
     let part = part(cluster, per_node, nodes);

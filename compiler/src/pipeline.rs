@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::options::Options;
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
+use shardc_ir::{AxisId, Diagnostics, Family, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::{align_head, align_weights};
 use shardc_passes::allocate::Abridged;
@@ -211,7 +211,7 @@ pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<A
 
 /// The axes along which programs differ in more than groups and slices.
 fn apart(plan: &Plan) -> Vec<AxisId> {
-    plan.mesh.family("pp")
+    plan.mesh.family(Family::Pipeline)
 }
 
 /// The same, and the first rank of each coordinate.

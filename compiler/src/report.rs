@@ -4,7 +4,7 @@ use crate::pipeline::target_of;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, Graph, Mesh, Node, NodeId, Op, OpDef, Plan, Target};
+use shardc_ir::{AxisId, Choice, Family, Graph, Mesh, Node, NodeId, Op, OpDef, Plan, Target};
 use shardc_passes::cost;
 use shardc_passes::lower::on_first_rank;
 use shardc_passes::search::{Pins, Undivided};
@@ -102,7 +102,7 @@ fn brief(choice: &str) -> String {
 
 /// The axes along which the ranks of a stage lie.
 fn dividing(mesh: &Mesh) -> impl Iterator<Item = AxisId> + '_ {
-    mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis))
+    mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family(Family::Pipeline).contains(axis))
 }
 
 /// The model's operations, node by node.
@@ -147,7 +147,7 @@ fn idle(plan: &Plan) -> Option<String> {
     let what = if divided == 0.0 { "nothing".to_string() } else { format!("{:.0}% of the work", 100.0 * divided) };
     let copies = mesh.extent(idle.iter().copied());
     let (ranks, batch) = (mesh.ranks(), plan.request.batch);
-    let names: Vec<&str> = idle.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
+    let names: Vec<String> = idle.iter().map(|axis| mesh.axis(*axis).name()).collect();
     (copies > 1).then(|| {
         let fewer = if ranks == copies { "one rank".to_string() } else { format!("{} ranks", ranks / copies) };
         let speed = if divided == 0.0 { "at least as fast" } else { "nearly as fast, or faster" };

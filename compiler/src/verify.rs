@@ -23,11 +23,11 @@ use serde::Serialize;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Space;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{DType, Graph, HostTensor, Op, OpDef, Pipeline, Plan, TensorType};
+use shardc_ir::{DType, Family, Graph, HostTensor, Mesh, Op, OpDef, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
 use shardc_passes::random::mix;
-use shardc_passes::search::{Pins, Recompute};
+use shardc_passes::search::{Degrees, Pins, Recompute};
 
 /// The largest number of ranks that are run, or whose programs are all lowered and compared.
 const MOST_RANKS: u64 = 16;
@@ -154,7 +154,7 @@ fn mesh_text(plan: &Plan) -> String {
 }
 
 /// The degrees of a plan, shrunk to what can be run here.
-struct Degrees {
+struct Shrunk {
     /// Ranks among which the batch is divided.
     data: u64,
     /// Ranks among which dimensions of the model are: heads, widths, the sequence.
@@ -167,41 +167,35 @@ struct Degrees {
     pins: String,
 }
 
-fn degrees(plan: &Plan, samples: u64) -> Degrees {
-    let families = ["dp", "fsdp", "ep", "ulysses", "cp", "tp"];
-    let sizes = |family: &str| plan.mesh.family(family).into_iter().map(|axis| plan.mesh.size(axis)).collect();
-    let mut axes: Vec<(&str, Vec<u64>)> = families.map(|family| (family, sizes(family))).to_vec();
-    let ranks = |axes: &[(&str, Vec<u64>)]| axes.iter().flat_map(|(_, sizes)| sizes).product::<u64>();
-    if ranks(&axes) > MOST_RANKS {
-        for (family, sizes) in axes.iter_mut().filter(|(family, _)| *family != "tp") {
-            let size = sizes.iter().product::<u64>();
-            *sizes = vec![largest_factor(size, if *family == "dp" { 2 } else { size.min(2) })];
+fn shrunk(plan: &Plan, samples: u64) -> Shrunk {
+    const INNER: [Family; 3] = [Family::Ulysses, Family::Context, Family::Tensor];
+    let of =
+        |mesh: &Mesh, family: Family| mesh.family(family).into_iter().map(|axis| mesh.size(axis)).collect::<Vec<_>>();
+    let families = Family::DATA.into_iter().chain(INNER);
+    let mut degrees =
+        families.fold(Degrees::new(samples), |degrees, family| degrees.with(family, &of(&plan.mesh, family)));
+    let product =
+        |degrees: &Degrees, families: &[Family]| families.iter().map(|family| degrees.degree(*family)).product::<u64>();
+    if degrees.data() * product(&degrees, &INNER) > MOST_RANKS {
+        for family in [&Family::DATA[..], &INNER[..2]].concat() {
+            let size = degrees.degree(family);
+            let most = if family == Family::Data { 2 } else { size.min(2) };
+            degrees = degrees.with(family, &[largest_factor(size, most)]);
         }
-        let left = (MOST_RANKS / ranks(&axes[..axes.len() - 1])).max(1);
-        if let Some((_, sizes)) = axes.last_mut() {
-            *sizes = vec![largest_factor(sizes.iter().product(), left.min(8))];
-        }
+        let left = (MOST_RANKS / (degrees.data() * product(&degrees, &INNER[..2]))).max(1);
+        let tensor = largest_factor(degrees.degree(Family::Tensor), left.min(8));
+        degrees = degrees.with(Family::Tensor, &[tensor]);
     }
-    let degree = |of: &[&str]| {
-        let sizes = axes.iter().filter(|(family, _)| of.contains(family)).flat_map(|(_, sizes)| sizes);
-        sizes.product::<u64>()
-    };
-    let (data, inner) = (degree(&["dp", "fsdp", "ep"]), degree(&["ulysses", "cp", "tp"]));
+    let (data, inner) = (degrees.data(), product(&degrees, &INNER));
     let chosen = Pins::chosen(plan);
-    let zero = chosen.zero.filter(|_| data * degree(&["ulysses", "cp"]) > 1).unwrap_or(0);
-    let text = |(family, sizes): &(&str, Vec<u64>)| {
-        let sizes: Vec<String> = sizes.iter().filter(|size| **size > 1).map(u64::to_string).collect();
-        let is_named = !sizes.is_empty() || ["dp", "tp"].contains(family);
-        is_named.then(|| format!("{family}={}", if sizes.is_empty() { "1".to_string() } else { sizes.join("x") }))
-    };
-    let degrees: Vec<String> = axes.iter().filter_map(text).collect();
+    let zero = chosen.zero.filter(|_| data * product(&degrees, &INNER[..2]) > 1).unwrap_or(0);
     // Chunks that overlap are as good in any number; of a single sample the tokens are cut.
     let (samples, chunks) = match chosen.overlap_chunks.filter(|chunks| *chunks > 1) {
         Some(_) if chosen.microbatch == Some(1) => (1, ",overlap_chunks=2"),
         Some(_) => (2 * samples, ",overlap_chunks=2"),
         None => (samples, ""),
     };
-    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(&chosen));
+    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.text(), recompute(&chosen));
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
@@ -213,7 +207,7 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
         let limits: String = limits.filter_map(limit).collect();
         pins = format!("pp={stages},schedule={},virtual={per_stage}{limits},{pins}", schedule.name());
     }
-    Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }
+    Shrunk { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }
 }
 
 /// The pin of what is computed again: of the first stage and the last, if stages differ.
@@ -238,7 +232,7 @@ fn largest_factor(number: u64, limit: u64) -> u64 {
 fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
     // Statistics of a batch need samples to be those of anything.
     let samples = if model.vocabulary().is_some() { 1 } else { SAMPLES };
-    let Degrees { data, inner, stages, microbatches, samples, pins } = degrees(plan, samples);
+    let Shrunk { data, inner, stages, microbatches, samples, pins } = shrunk(plan, samples);
     let mut config = model.config.shrunk(data, inner);
     // Stages that compute blocks again are cut between blocks, so there is one for each chunk.
     let chunks = if stages > 1 { stages * plan.pipeline.per_stage } else { 1 };
@@ -260,7 +254,7 @@ fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
     let (draw, rows) = first_alike(draws, &run)?;
     let drawn = if draw == 0 { String::new() } else { format!("; with the numbers of draw {} of {DRAWS}", draw + 1) };
     // No CPU rank sends parts round a ring, so small models have none.
-    let is_said = plan.mesh.family("ring").is_empty() || report::unlowered_names(plan).is_some();
+    let is_said = plan.mesh.family(Family::Ring).is_empty() || report::unlowered_names(plan).is_some();
     let without = without(plan) + if is_said { "" } else { ", without the axis ring" };
     let finding = |distance: Distance| {
         let (is_near, Distance { check, worst, bound }) = (distance.is_near(), distance);
@@ -430,7 +424,7 @@ mod tests {
         let check = |pins: &str, is_cut: bool| {
             let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
             let compiled = compile(&model, Batch { batch: 4, seq: 16 }, &cluster, &options).unwrap();
-            let small = degrees(compiled.plan(), 1).pins;
+            let small = shrunk(compiled.plan(), 1).pins;
             assert_eq!(small.contains("overlap_chunks"), is_cut, "{pins}: {small}");
         };
         check("pp=2,schedule=zbv,microbatch=1,overlap_chunks=1", false);

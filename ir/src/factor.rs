@@ -202,7 +202,7 @@ impl FactorRule {
         }
         seen.sort_unstable();
         if let Some(twice) = seen.windows(2).find(|two| two[0] == two[1]) {
-            return Err(format!("axis {} is given two choices", mesh.axis(twice[0]).name));
+            return Err(format!("axis {} is given two choices", mesh.axis(twice[0]).name()));
         }
         self.check_order(strategy, mesh)
     }
@@ -275,7 +275,7 @@ impl FactorRule {
         let mut parts: Vec<_> = factors
             .map(|(factor, axes)| crate::sharding::axes_text(axes, mesh, &format!("{}=", self.factors[*factor].name)))
             .collect();
-        parts.extend(strategy.pass.iter().map(|(axis, set)| format!("pass{set}={}", mesh.axis(*axis).name)));
+        parts.extend(strategy.pass.iter().map(|(axis, set)| format!("pass{set}={}", mesh.axis(*axis).name())));
         parts.join(" ")
     }
 
@@ -333,7 +333,7 @@ impl fmt::Display for FactorRule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::AxisKind;
+    use crate::mesh::Family;
 
     fn matmul() -> FactorRule {
         let mut rule = FactorRule::default();
@@ -349,8 +349,8 @@ mod tests {
     #[test]
     fn a_divided_reduction_leaves_a_partial_sum() {
         let mut mesh = Mesh::default();
-        mesh.push("dp", 2, AxisKind::Space);
-        mesh.push("tp", 2, AxisKind::Space);
+        mesh.push(Family::Data, 2);
+        mesh.push(Family::Tensor, 2);
         let rule = matmul();
         assert_eq!(rule.to_string(), "(m,k),(k,n)->(m,n)|sum k");
         let strategy = rule.parse_strategy("m=dp k=tp", &mesh).unwrap();
@@ -364,8 +364,8 @@ mod tests {
     #[test]
     fn a_ring_divides_what_stands_beside_it() {
         let mut mesh = Mesh::default();
-        mesh.push("ring", 2, AxisKind::Space);
-        mesh.push("cp", 2, AxisKind::Space);
+        mesh.push(Family::Ring, 2);
+        mesh.push(Family::Context, 2);
         let mut rule = FactorRule::default();
         let s = rule.reduced("s", 8, 0, ReduceKind::Sum);
         let t = rule.ring("t", 8, s);
@@ -389,15 +389,15 @@ mod tests {
         assert_eq!(rule.rings(&Strategy::default(), AxisId(0), &mesh), [Choice::Factor(t)]);
         assert!(rule.check(&rule.parse_strategy("t=ring.cp", &mesh).unwrap(), &mesh).is_ok());
         let mut wide = Mesh::default();
-        wide.push("ring", 16, AxisKind::Space);
+        wide.push(Family::Ring, 16);
         assert!(rule.rings(&Strategy::default(), AxisId(0), &wide).is_empty());
     }
 
     #[test]
     fn an_inner_factor_needs_the_outer_one_divided_completely() {
         let mut mesh = Mesh::default();
-        mesh.push("dp", 4, AxisKind::Space);
-        mesh.push("tp", 2, AxisKind::Space);
+        mesh.push(Family::Data, 4);
+        mesh.push(Family::Tensor, 2);
         let mut rule = FactorRule::default();
         let (b, s) = (rule.parallel("b", 4), rule.parallel("s", 6));
         rule.operands = vec![vec![vec![b], vec![s]]];

@@ -40,7 +40,7 @@ pub use entity::{BufferId, EntityRef, FactorId, NodeId, PrimaryMap, SecondaryMap
 pub use factor::{Factor, FactorKind, FactorRule};
 pub use feature::Feature;
 pub use graph::{Graph, Node, Output, OutputKind, Role, Value};
-pub use mesh::{Axis, AxisId, AxisKind, AxisSet, Mesh};
+pub use mesh::{Axis, AxisId, AxisSet, Family, Mesh};
 pub use ops::{Op, OpDef};
 pub use pipeline::Pipeline;
 pub use plan::Plan;

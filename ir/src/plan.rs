@@ -21,7 +21,7 @@
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::factor::FactorRule;
 use crate::graph::{Graph, Role};
-use crate::mesh::Mesh;
+use crate::mesh::{Family, Mesh};
 use crate::pipeline::Pipeline;
 use crate::sharding::{Sharding, Strategy};
 use crate::types::{DType, TensorType};
@@ -325,7 +325,7 @@ impl Plan {
 
     /// The number of pipeline stages; 1 where there is no pipeline.
     pub fn stages(&self) -> u64 {
-        self.mesh.degree("pp")
+        self.mesh.degree(Family::Pipeline)
     }
 
     /// A node's rule.

@@ -187,7 +187,7 @@ impl Sharding {
                 return Err(format!("axis {} is not of this mesh", axis.0));
             }
             if seen.contains(axis) {
-                return Err(format!("axis `{}` appears twice", mesh.axis(axis).name));
+                return Err(format!("axis `{}` appears twice", mesh.axis(axis).name()));
             }
             seen = seen.with(axis);
         }
@@ -209,7 +209,7 @@ impl Sharding {
     pub fn partial_text(&self, mesh: &Mesh) -> String {
         let mut text = String::new();
         for (axis, kind) in &self.partial {
-            let _ = write!(text, "/{}({})", kind.name(), mesh.axis(*axis).name);
+            let _ = write!(text, "/{}({})", kind.name(), mesh.axis(*axis).name());
         }
         text
     }
@@ -220,7 +220,7 @@ pub fn axes_text(axes: &[AxisId], mesh: &Mesh, prefix: &str) -> String {
     if axes.is_empty() {
         return String::new();
     }
-    let names: Vec<_> = axes.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
+    let names: Vec<_> = axes.iter().map(|axis| mesh.axis(*axis).name()).collect();
     format!("{prefix}{}", names.join("."))
 }
 
@@ -288,12 +288,12 @@ impl Strategy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::AxisKind;
+    use crate::mesh::Family;
 
     #[test]
     fn uneven_parts_are_of_one_shape_and_cover_the_value_once() {
         let mut mesh = Mesh::default();
-        let (tp, dp) = (mesh.push("tp", 2, AxisKind::Space), mesh.push("dp", 3, AxisKind::Space));
+        let (tp, dp) = (mesh.push(Family::Tensor, 2), mesh.push(Family::Data, 3));
         let of = |rows: &[AxisId]| Sharding { dims: vec![rows.to_vec(), Vec::new()], partial: Vec::new() };
         let parts = |rows: &[AxisId], size: u64| {
             let (layout, shape) = (of(rows), [size, 5]);

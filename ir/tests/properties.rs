@@ -1,7 +1,7 @@
 //! Properties of the text forms, the factor rules and the layouts, on random graphs and meshes.
 
 use proptest::prelude::*;
-use shardc_ir::mesh::AxisKind;
+use shardc_ir::Family;
 use shardc_ir::ops::{
     Affine, Binary, BinaryKind, Broadcast, Cast, Concat, Input, Matmul, OpDef, Pad, Parameter, Reduce, ReduceOp,
     Reshape, Slice, Softmax, SumSquares, Transpose, Unary, UnaryKind,
@@ -107,9 +107,9 @@ fn graph(numbers: &[u32]) -> Graph {
 
 fn mesh(choices: &mut Choices<'_>) -> Mesh {
     let mut mesh = Mesh::default();
-    for name in ["dp", "mb", "tp", "tp_1", "pp"].into_iter().take(choices.below(6)) {
-        let kind = if name == "mb" { AxisKind::Time } else { AxisKind::Space };
-        mesh.push(name, choices.of(&[1, 2, 3, 4]), kind);
+    let families = [Family::Data, Family::Microbatch, Family::Tensor, Family::Tensor, Family::Pipeline];
+    for family in families.into_iter().take(choices.below(6)) {
+        mesh.push(family, choices.of(&[1, 2, 3, 4]));
     }
     mesh
 }

@@ -7,7 +7,7 @@ use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::search::{Pins, search, search_confirmed};
 use crate::search_tests::{self, SMALL, Sizes, check_strategies, llama, plan, request};
 use shardc_ir::plan::{Prediction, Request, Scope};
-use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, NodeId, Op, Plan, Seconds, feature, verify};
+use shardc_ir::{Bytes, DType, Family, Feature, Graph, NoScratch, NodeId, Op, Plan, Seconds, feature, verify};
 
 /// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
 #[test]
@@ -139,7 +139,7 @@ fn storage_divides_over_any_number_of_ranks() {
 fn few_sequences_are_divided() {
     let sizes = Sizes { batch: 2, seq: 8192, ..SMALL };
     let plan = plan(sizes, DType::Bf16, "h100:1x64", 70, "").unwrap();
-    assert!(plan.mesh.degree("cp") * plan.mesh.degree("tp") >= 32, "{}", plan.choice);
+    assert!(plan.mesh.degree(Family::Context) * plan.mesh.degree(Family::Tensor) >= 32, "{}", plan.choice);
     assert!(feature::missing(&plan, &NoScratch).is_empty());
 }
 

@@ -8,7 +8,7 @@ use crate::search_tests::{SMALL, Sizes, llama};
 use crate::simulate::{Conditions, Simulated, predict, simulate};
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::program::Stream;
-use shardc_ir::{DType, Graph, NoScratch, Plan, Program, verify};
+use shardc_ir::{DType, Family, Graph, NoScratch, Plan, Program, verify};
 
 const WIDE: Sizes =
     Sizes { layers: 12, batch: 32, seq: 2048, hidden: 2048, heads: 16, kv: 16, ffn: 8192, vocab: 32000 };
@@ -24,7 +24,7 @@ fn cluster(parts: &[(&str, u64)]) -> Cluster {
 fn simulated(plan: &Plan, cluster: &Cluster) -> (Vec<Program>, Simulated) {
     let verified = verify::plan(plan).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
     let programs = lower_all(&verified, &NoScratch).unwrap_or_else(|error| panic!("{}: {error}", plan.choice));
-    let apart = plan.mesh.family("pp");
+    let apart = plan.mesh.family(Family::Pipeline);
     let first: Vec<_> = plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
     let simulated = simulate(&first, &apart, plan, cluster, &Conditions::default()).unwrap();
     (first, simulated)

@@ -15,14 +15,14 @@ use crate::simulate::{Conditions, Outline, exact, predict, simulate};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::program::Action;
-use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Program, Role, Seconds, verify};
+use shardc_ir::{Bytes, DType, Family, Graph, NoScratch, NodeId, Plan, Program, Role, Seconds, verify};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
 
 /// The plan cut into stages of about equally many nodes; between blocks, if some are computed again.
 pub(crate) fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage: u64) -> Plan {
-    plan.mesh.push("pp", stages, AxisKind::Space);
+    plan.mesh.push(Family::Pipeline, stages);
     let anchors = anchors(&plan.graph);
     let is_main = |id: &NodeId| anchors[*id] == Some(*id) && plan.graph.node(*id).role == Role::Forward;
     let mut main: Vec<NodeId> = plan.graph.nodes().map(|(id, _)| id).filter(is_main).collect();
@@ -62,7 +62,7 @@ fn programs_of_stages_are_sound() {
                 for program in &programs {
                     check_waits(program, &name);
                 }
-                let apart = plan.mesh.family("pp");
+                let apart = plan.mesh.family(Family::Pipeline);
                 let first: Vec<_> =
                     plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
                 let cluster = Cluster::parse(&format!("h200:{}", plan.mesh.ranks()), "h200").expect("a cluster");
@@ -121,7 +121,7 @@ fn by_programs_on(plan: &Plan, cluster: &Cluster) -> Prediction {
     let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
     let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{}: {error}", plan.choice));
     verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
-    let apart = plan.mesh.family("pp");
+    let apart = plan.mesh.family(Family::Pipeline);
     let first: Vec<_> = plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
     let simulated = simulate(&first, &apart, &plan, cluster, &Conditions::default()).expect("a step");
     predict(&first, &simulated, &plan, cluster)

@@ -368,13 +368,13 @@ fn reductions(at: &Sharding, to: &Sharding, mesh: &Mesh, steps: &mut Vec<Step>) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardc_ir::{AxisKind, DType};
+    use shardc_ir::{DType, Family};
 
     fn mesh() -> Mesh {
         let mut mesh = Mesh::default();
-        mesh.push("dp", 2, AxisKind::Space);
-        mesh.push("tp", 4, AxisKind::Space);
-        mesh.push("mb", 2, AxisKind::Time);
+        mesh.push(Family::Data, 2);
+        mesh.push(Family::Tensor, 4);
+        mesh.push(Family::Microbatch, 2);
         mesh
     }
 
@@ -397,8 +397,7 @@ mod tests {
         let ty = TensorType::new(DType::F32, [1 << 12, 1 << 12]);
         let found =
             path(&ty, &layout(from, mesh), &layout(to, mesh), mesh, &|step, local| rough_cost(step, local, mesh));
-        let name =
-            |axes: &[AxisId]| axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(".");
+        let name = |axes: &[AxisId]| axes.iter().map(|axis| mesh.axis(*axis).name()).collect::<Vec<_>>().join(".");
         let text = |step: &Step| match step {
             Step::AllGather { dim, axes } => format!("gather({dim},{})", name(axes)),
             Step::Slice { dim, axes } => format!("slice({dim},{})", name(axes)),
@@ -436,8 +435,8 @@ mod tests {
     #[test]
     fn what_axes_divide_unevenly_moves_over_all_of_them() {
         let mut mesh = Mesh::default();
-        mesh.push("dp", 3, AxisKind::Space);
-        mesh.push("tp", 4, AxisKind::Space);
+        mesh.push(Family::Data, 3);
+        mesh.push(Family::Tensor, 4);
         check_on(&mesh, "tp.dp,", "tp,", "gather(0,dp)");
         check_on(&mesh, "tp.dp,", ",", "gather(0,dp) gather(0,tp)");
         check_on(&mesh, ",/dp.tp", "tp.dp,", "reduce-scatter(0,tp) reduce-scatter(0,dp)");

@@ -52,7 +52,7 @@ mod peak_tests;
 mod staged_tests;
 
 pub use candidate::Candidate;
-pub use choice::degrees::{Degrees, FAMILIES};
+pub use choice::degrees::Degrees;
 pub use choice::pins::{Pins, Recompute};
 pub use choose::build::{Confirm, Exact};
 pub use choose::undivided::Undivided;
@@ -68,7 +68,7 @@ use away::Away;
 use measure::Measure;
 use placed::paced;
 use shardc_ir::plan::{Request, Scope};
-use shardc_ir::{Feature, Graph, Plan, Seconds, Target};
+use shardc_ir::{Family, Feature, Graph, Plan, Seconds, Target};
 use space::{Pipelines, Space};
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
@@ -209,7 +209,7 @@ fn within<T>(
 
 /// Whether pipelines are searched.
 fn pipelines(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins: &Pins) -> Pipelines {
-    let is_kept = pins.pp != Some(1);
+    let is_kept = pins.degree(Family::Pipeline) != Some(1);
     // Where links are fast, as they are within most nodes, stages gain little for the time that solving them takes.
     let is_worth = cluster.nodes > 1 || request.scope == Scope::All;
     let is_open = Feature::Pipeline.is_open(false, request.scope, prepared.target);

@@ -6,7 +6,7 @@ use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::search::{Pins, search};
 use shardc_ir::ops::*;
 use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, Graph, NoScratch, Op, OutputKind, Plan, Role, TensorType, ValueId};
+use shardc_ir::{Bytes, DType, Family, Graph, NoScratch, Op, OutputKind, Plan, Role, TensorType, ValueId};
 
 /// The sizes of a model and its batch.
 #[derive(Clone, Copy)]
@@ -226,7 +226,10 @@ fn every_degree_is_planned() {
         for tp in degrees {
             for zero in 0..4 {
                 let text = plan(TINY, DType::F32, cluster, 1, &format!("tp={tp},zero={zero}")).unwrap();
-                assert_eq!((text.mesh.degree("tp"), text.choice.contains(&format!("zero={zero}"))), (tp, true));
+                assert_eq!(
+                    (text.mesh.degree(Family::Tensor), text.choice.contains(&format!("zero={zero}"))),
+                    (tp, true)
+                );
             }
         }
     }

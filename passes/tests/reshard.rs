@@ -6,7 +6,7 @@
 
 use proptest::prelude::*;
 use shardc_ir::sharding::may_cut;
-use shardc_ir::{AxisId, AxisKind, Bytes, DType, Mesh, ReduceKind, Sharding, TensorType};
+use shardc_ir::{AxisId, Bytes, DType, Family, Mesh, ReduceKind, Sharding, TensorType};
 use shardc_passes::reshard::{Step, handed, normalize, path, priced_path, rough_cost};
 
 /// A dense tensor of one rank.
@@ -231,8 +231,8 @@ fn cases() -> impl proptest::strategy::Strategy<Value = Case> {
 impl Case {
     fn mesh(&self) -> Mesh {
         let mut mesh = Mesh::default();
-        for (index, size) in self.sizes.iter().enumerate() {
-            mesh.push(format!("a{index}"), *size, AxisKind::Space);
+        for size in &self.sizes {
+            mesh.push(Family::Tensor, *size);
         }
         mesh
     }

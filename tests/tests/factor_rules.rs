@@ -10,7 +10,7 @@
 mod elements;
 
 use elements::{tensor, values};
-use shardc_ir::mesh::AxisKind;
+use shardc_ir::Family;
 use shardc_ir::ops::*;
 use shardc_ir::{DType, FactorRule, HostTensor, Mesh, Op, OpDef, ReduceKind, Sharding, Strategy, TensorType};
 use shardc_runtime::{compute_op, random};
@@ -82,8 +82,8 @@ fn meshes() -> Vec<Mesh> {
     let sizes: [&[u64]; 6] = [&[2], &[3], &[4], &[2, 2], &[2, 3], &[2, 2, 2]];
     let mesh = |sizes: &[u64]| {
         let mut mesh = Mesh::default();
-        for (index, size) in sizes.iter().enumerate() {
-            mesh.push(format!("a{index}"), *size, AxisKind::Space);
+        for size in sizes {
+            mesh.push(Family::Tensor, *size);
         }
         mesh
     };

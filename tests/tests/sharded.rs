@@ -4,12 +4,13 @@
 mod machine;
 
 use machine::{Ahead, Machine, Tensors};
+use shardc_ir::Family::{Context, Data, Microbatch, Tensor};
 use shardc_ir::ops::Fused;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
 use shardc_ir::{
-    AxisId, AxisKind, Bytes, Choice, DType, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program,
-    SecondaryMap, Strategy, Target, TensorType, ValueId, verify,
+    AxisId, Bytes, Choice, DType, Family, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program, SecondaryMap,
+    Strategy, Target, TensorType, ValueId, verify,
 };
 use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate;
@@ -361,7 +362,7 @@ fn check_planned(graph: &Graph, [kept, recomputed]: [&Graph; 2], mesh: &Mesh, se
 }
 
 /// A random plan in stages, cut at random places, on threads.
-fn check_stages(text: &str, sizes: Sizes, axes: &[(&str, u64)], pipeline: (u64, Schedule, u64), seeds: Range<u64>) {
+fn check_stages(text: &str, sizes: Sizes, axes: &[(Family, u64)], pipeline: (u64, Schedule, u64), seeds: Range<u64>) {
     let graph = training_step(&sized(text, sizes));
     let (stages, schedule, per_stage) = pipeline;
     let (all, mut legal) = (seeds.clone().count(), 0);
@@ -370,7 +371,7 @@ fn check_stages(text: &str, sizes: Sizes, axes: &[(&str, u64)], pipeline: (u64, 
         let given = leaves(&graph, &mut random);
         let expect = shardc_runtime::interpret(&graph, &given).expect("a step on one device");
         let mut plan = random_plan(&graph, &mesh(axes), &mut random);
-        plan.mesh.push("pp", stages, AxisKind::Space);
+        plan.mesh.push(Family::Pipeline, stages);
         let anchors = anchors(&graph);
         let main: Vec<NodeId> = graph.nodes().map(|(id, _)| id).filter(|id| anchors[*id] == Some(*id)).collect();
         let mut cuts: BTreeSet<NodeId> = BTreeSet::new();
@@ -438,83 +439,83 @@ fn floats(tensor: &HostTensor) -> Vec<f32> {
     tensor.bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect()
 }
 
-fn mesh(axes: &[(&str, u64)]) -> Mesh {
+fn mesh(axes: &[(Family, u64)]) -> Mesh {
     let mut mesh = Mesh::default();
-    for (name, size) in axes {
-        mesh.push(*name, *size, if *name == "mb" { AxisKind::Time } else { AxisKind::Space });
+    for (family, size) in axes {
+        mesh.push(*family, *size);
     }
     mesh
 }
 
 #[test]
 fn random_strategies_on_one_axis() {
-    check(MLP, EVEN, &mesh(&[("dp", 1)]), 0..1);
-    check(MLP, EVEN, &mesh(&[("dp", 2)]), 0..12);
-    check(LM, EVEN_LM, &mesh(&[("tp", 2)]), 0..12);
+    check(MLP, EVEN, &mesh(&[(Data, 1)]), 0..1);
+    check(MLP, EVEN, &mesh(&[(Data, 2)]), 0..12);
+    check(LM, EVEN_LM, &mesh(&[(Tensor, 2)]), 0..12);
 }
 
 #[test]
 fn random_strategies_on_two_axes() {
-    check(MLP, EVEN, &mesh(&[("dp", 2), ("tp", 2)]), 0..16);
-    check(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..24);
-    check(MLP, MIXED, &mesh(&[("dp", 3), ("tp", 2)]), 0..16);
-    check(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..24);
+    check(MLP, EVEN, &mesh(&[(Data, 2), (Tensor, 2)]), 0..16);
+    check(LM, EVEN_LM, &mesh(&[(Data, 2), (Tensor, 2)]), 0..24);
+    check(MLP, MIXED, &mesh(&[(Data, 3), (Tensor, 2)]), 0..16);
+    check(LM, MIXED_LM, &mesh(&[(Data, 3), (Tensor, 2)]), 0..24);
 }
 
 #[test]
 fn random_strategies_on_three_axes() {
-    check(MLP, EVEN, &mesh(&[("dp", 2), ("tp", 2), ("tp_1", 2)]), 0..12);
-    check(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2), ("tp_1", 2)]), 0..12);
-    check(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2), ("tp_1", 2)]), 0..8);
+    check(MLP, EVEN, &mesh(&[(Data, 2), (Tensor, 2), (Tensor, 2)]), 0..12);
+    check(LM, EVEN_LM, &mesh(&[(Data, 2), (Tensor, 2), (Tensor, 2)]), 0..12);
+    check(LM, MIXED_LM, &mesh(&[(Data, 3), (Tensor, 2), (Tensor, 2)]), 0..8);
 }
 
 #[test]
 fn random_strategies_with_uneven_parts() {
-    check(MLP, EVEN, &mesh(&[("dp", 3)]), 0..16);
-    check(LM, EVEN_LM, &mesh(&[("dp", 3)]), 0..16);
-    check(LM, EVEN_LM, &mesh(&[("tp", 2), ("dp", 3)]), 0..24);
-    check(LM, EVEN_LM, &mesh(&[("dp", 5), ("tp", 2)]), 0..12);
-    check(LM, EVEN_LM, &mesh(&[("mb", 2), ("tp", 2), ("dp", 3)]), 0..16);
-    check(PICTURES, EVEN_LM, &mesh(&[("dp", 3)]), 0..8);
-    check(TOTAL, EVEN, &mesh(&[("dp", 3)]), 0..12);
-    check(TOTAL, EVEN, &mesh(&[("dp", 3), ("tp", 2)]), 0..24);
-    check(EXPERTS, EVEN_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..12);
+    check(MLP, EVEN, &mesh(&[(Data, 3)]), 0..16);
+    check(LM, EVEN_LM, &mesh(&[(Data, 3)]), 0..16);
+    check(LM, EVEN_LM, &mesh(&[(Tensor, 2), (Data, 3)]), 0..24);
+    check(LM, EVEN_LM, &mesh(&[(Data, 5), (Tensor, 2)]), 0..12);
+    check(LM, EVEN_LM, &mesh(&[(Microbatch, 2), (Tensor, 2), (Data, 3)]), 0..16);
+    check(PICTURES, EVEN_LM, &mesh(&[(Data, 3)]), 0..8);
+    check(TOTAL, EVEN, &mesh(&[(Data, 3)]), 0..12);
+    check(TOTAL, EVEN, &mesh(&[(Data, 3), (Tensor, 2)]), 0..24);
+    check(EXPERTS, EVEN_LM, &mesh(&[(Data, 3), (Tensor, 2)]), 0..12);
 }
 
 #[test]
 fn random_strategies_of_pictures() {
-    check(PICTURES, EVEN_LM, &mesh(&[("tp", 2)]), 0..8);
-    check(PICTURES, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..12);
-    check(PICTURES, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..8);
+    check(PICTURES, EVEN_LM, &mesh(&[(Tensor, 2)]), 0..8);
+    check(PICTURES, EVEN_LM, &mesh(&[(Data, 2), (Tensor, 2)]), 0..12);
+    check(PICTURES, MIXED_LM, &mesh(&[(Data, 3), (Tensor, 2)]), 0..8);
 }
 
 #[test]
 fn random_strategies_of_experts() {
-    check(EXPERTS, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..12);
-    check(EXPERTS, MIXED_LM, &mesh(&[("dp", 2), ("tp", 3)]), 0..8);
+    check(EXPERTS, EVEN_LM, &mesh(&[(Data, 2), (Tensor, 2)]), 0..12);
+    check(EXPERTS, MIXED_LM, &mesh(&[(Data, 2), (Tensor, 3)]), 0..8);
 }
 
 #[test]
 fn random_strategies_of_chunks() {
-    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B", 1), 0..12);
-    check_chunks(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), (2, "B", 1), 0..12);
-    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 4)]), (4, "B", 1), 0..6);
-    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B", 1), 0..6);
-    check_chunks(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), (2, "S", 1), 0..12);
-    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "S", 1), 0..6);
-    check_chunks(LM, LONG_LM, &mesh(&[("cp", 2)]), (2, "S", 2), 0..12);
-    check_chunks(LM, LONG_LM, &mesh(&[("cp", 2), ("tp", 2)]), (2, "S", 4), 0..12);
-    check_chunks(EXPERTS, LONG_LM, &mesh(&[("cp", 2)]), (4, "S", 2), 0..6);
+    check_chunks(LM, EVEN_LM, &mesh(&[(Tensor, 2)]), (2, "B", 1), 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[(Data, 2), (Tensor, 2)]), (2, "B", 1), 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[(Tensor, 4)]), (4, "B", 1), 0..6);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[(Tensor, 2)]), (2, "B", 1), 0..6);
+    check_chunks(LM, MIXED_LM, &mesh(&[(Data, 3), (Tensor, 2)]), (2, "S", 1), 0..12);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[(Tensor, 2)]), (2, "S", 1), 0..6);
+    check_chunks(LM, LONG_LM, &mesh(&[(Context, 2)]), (2, "S", 2), 0..12);
+    check_chunks(LM, LONG_LM, &mesh(&[(Context, 2), (Tensor, 2)]), (2, "S", 4), 0..12);
+    check_chunks(EXPERTS, LONG_LM, &mesh(&[(Context, 2)]), (4, "S", 2), 0..6);
 }
 
 #[test]
 fn random_strategies_over_time() {
-    check(EXPERTS, EVEN_LM, &mesh(&[("mb", 2), ("dp", 2)]), 0..8);
-    check(MLP, EVEN, &mesh(&[("mb", 2)]), 0..3);
-    check(MLP, EVEN, &mesh(&[("mb", 2), ("dp", 2)]), 0..12);
-    check(MLP, MIXED, &mesh(&[("mb", 4), ("dp", 3)]), 0..8);
-    check(LM, EVEN_LM, &mesh(&[("mb", 2), ("dp", 2), ("tp", 2)]), 0..24);
-    check(LM, MIXED_LM, &mesh(&[("mb", 3), ("dp", 2), ("tp", 3)]), 0..12);
+    check(EXPERTS, EVEN_LM, &mesh(&[(Microbatch, 2), (Data, 2)]), 0..8);
+    check(MLP, EVEN, &mesh(&[(Microbatch, 2)]), 0..3);
+    check(MLP, EVEN, &mesh(&[(Microbatch, 2), (Data, 2)]), 0..12);
+    check(MLP, MIXED, &mesh(&[(Microbatch, 4), (Data, 3)]), 0..8);
+    check(LM, EVEN_LM, &mesh(&[(Microbatch, 2), (Data, 2), (Tensor, 2)]), 0..24);
+    check(LM, MIXED_LM, &mesh(&[(Microbatch, 3), (Data, 2), (Tensor, 3)]), 0..12);
 }
 
 #[test]
@@ -523,10 +524,10 @@ fn stages_of_a_pipeline() {
     let untied = LM.replace("%z, %table", "%z, %head");
     let untied = untied
         .replace("  %x: f32[B,S,D] = emb", "  %head: f32[V,D] = parameter \"head.weight\"\n  %x: f32[B,S,D] = emb");
-    check_stages(MLP, EVEN, &[("mb", 4)], (2, Schedule::GPipe, 1), 0..12);
-    check_stages(MLP, EVEN, &[("mb", 4), ("dp", 2)], (2, Schedule::OneForwardOneBackward, 1), 0..16);
-    check_stages(&untied, EVEN_LM, &[("mb", 4)], (3, Schedule::OneForwardOneBackward, 1), 0..16);
-    check_stages(&untied, EVEN_LM, &[("mb", 2), ("tp", 2)], (2, Schedule::OneForwardOneBackward, 1), 0..16);
-    check_stages(&untied, EVEN_LM, &[("mb", 4)], (2, Schedule::Interleaved, 2), 0..16);
-    check_stages(&untied, MIXED_LM, &[("mb", 3), ("dp", 2)], (2, Schedule::ZeroBubbleV, 2), 0..16);
+    check_stages(MLP, EVEN, &[(Microbatch, 4)], (2, Schedule::GPipe, 1), 0..12);
+    check_stages(MLP, EVEN, &[(Microbatch, 4), (Data, 2)], (2, Schedule::OneForwardOneBackward, 1), 0..16);
+    check_stages(&untied, EVEN_LM, &[(Microbatch, 4)], (3, Schedule::OneForwardOneBackward, 1), 0..16);
+    check_stages(&untied, EVEN_LM, &[(Microbatch, 2), (Tensor, 2)], (2, Schedule::OneForwardOneBackward, 1), 0..16);
+    check_stages(&untied, EVEN_LM, &[(Microbatch, 4)], (2, Schedule::Interleaved, 2), 0..16);
+    check_stages(&untied, MIXED_LM, &[(Microbatch, 3), (Data, 2)], (2, Schedule::ZeroBubbleV, 2), 0..16);
 }

@@ -3,7 +3,7 @@
 use shardc::pipeline;
 use shardc::{Batch, Cluster, Error, NamedModel, Options, Precision, Trace};
 use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, Plan};
+use shardc_ir::{Bytes, DType, Family, Plan};
 use shardc_passes::search::{self, Degrees, Recompute, fastest};
 use shardc_passes::shard::prepare::prepare;
 use shardc_passes::synthetic::{Sizes, residual};
@@ -110,7 +110,7 @@ pub fn evaluations(name: &str, cluster: &str, batch: u64) -> Result<f64, Error> 
     let graph = pipeline::step(&model, &options())?;
     let target = pipeline::target(&cluster);
     let prepared = prepare(&graph, batch, target);
-    let degrees = Degrees::new(1).with("dp", &[cluster.ranks()]);
+    let degrees = Degrees::new(1).with(Family::Data, &[cluster.ranks()]);
     let mesh = degrees.mesh(batch);
     let work = search::model_work(&graph, &cluster);
     let (mut seconds, mut count, mut sum) = (0.0, 0u64, 0.0);

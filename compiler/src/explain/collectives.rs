@@ -128,7 +128,7 @@ pub(super) fn members(program: &Program, action: &Action) -> Vec<u64> {
 pub(super) fn axes(inspection: &Inspection<'_>, program: &Program, action: &Action) -> String {
     let mesh = &inspection.plan.mesh;
     let axes = mesh.axes_between(&members(program, action));
-    axes.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect::<Vec<_>>().join(".")
+    axes.iter().map(|axis| mesh.axis(*axis).name()).collect::<Vec<_>>().join(".")
 }
 
 /// The bytes that an action moves or makes.

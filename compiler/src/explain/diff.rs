@@ -40,9 +40,8 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
     for (what, first, second) in figures(a, b) {
         compare("cluster", &what, first, second);
     }
-    let axes = |plan: &Plan| -> BTreeMap<String, u64> {
-        plan.mesh.axes.iter().map(|axis| (axis.name.clone(), axis.size)).collect()
-    };
+    let axes =
+        |plan: &Plan| -> BTreeMap<String, u64> { plan.mesh.axes.iter().map(|axis| (axis.name(), axis.size)).collect() };
     let (first, second) = (axes(a), axes(b));
     for name in first.keys().chain(second.keys().filter(|name| !first.contains_key(*name))) {
         let size = |axes: &BTreeMap<String, u64>| axes.get(name).copied().unwrap_or(1).to_string();
@@ -50,7 +49,7 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
     }
     // The same axes in another order lie over other links.
     if first.keys().eq(second.keys()) {
-        let order = |plan: &Plan| plan.mesh.axes.iter().map(|axis| axis.name.clone()).collect::<Vec<_>>().join(",");
+        let order = |plan: &Plan| plan.mesh.axes.iter().map(|axis| axis.name()).collect::<Vec<_>>().join(",");
         compare("mesh", "order", order(a), order(b));
     }
     for (what, first, second) in stages(a, b) {

@@ -2,7 +2,7 @@
 //! pipeline, one for each chunk that runs it, coloured by the stage.
 
 use super::names::{folded_path, name_of};
-use shardc_ir::{Bytes, NodeId, OpDef, Plan, Role};
+use shardc_ir::{Bytes, Family, NodeId, OpDef, Plan, Role};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -38,8 +38,8 @@ pub fn dot(plan: &Plan) -> String {
         module.operations += 1;
         module.stage = plan.pipeline.chunks[id].map(|chunk| plan.pipeline.stage_of(chunk, plan.stages()));
         let strategy = &plan.strategies[id];
-        let used: Vec<&str> = strategy.factors.values().flatten().map(|axis| plan.mesh.axis(*axis).family()).collect();
-        let fill = if used.contains(&"tp") { 2 } else { usize::from(!used.is_empty()) };
+        let used: Vec<Family> = strategy.factors.values().flatten().map(|axis| plan.mesh.axis(*axis).family).collect();
+        let fill = if used.contains(&Family::Tensor) { 2 } else { usize::from(!used.is_empty()) };
         module.fill = module.fill.max(fill);
         let text = format!("{} {}", node.op.name(), plan.rule(id).strategy_text(strategy, &plan.mesh));
         if !module.strategies.contains(&text) {

@@ -15,7 +15,7 @@ use flate2::read::ZlibEncoder;
 use serde_json::{Value, json};
 use shardc_ir::ops::Update;
 use shardc_ir::program::Stream;
-use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, SectionId, ValueId};
+use shardc_ir::{NodeId, Op, OpDef, Plan, Program, SectionId, ValueId};
 use shardc_passes::allocate::memory_over_time;
 use shardc_passes::cost::is_view;
 use shardc_passes::fold::{Folded, leaf_name};
@@ -67,7 +67,7 @@ fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
     let values = values(inspection, &folded)?;
     let (sections, ranks) = ranks(inspection, &mut names);
     let tokens = plan.request.batch * plan.request.seq.max(1);
-    let axis = |axis: &shardc_ir::mesh::Axis| json!({"name": axis.name, "size": axis.size, "time": axis.kind == AxisKind::Time, "family": axis.family()});
+    let axis = |axis: &shardc_ir::mesh::Axis| json!({"name": axis.name(), "size": axis.size, "time": axis.family.is_time(), "family": axis.family.name()});
     Ok(json!({
         "request": plan.request,
         "choice": plan.choice,

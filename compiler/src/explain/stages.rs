@@ -5,7 +5,7 @@ use super::Inspection;
 use super::names::name_of;
 use serde::Serialize;
 use shardc_ir::program::Stream;
-use shardc_ir::{Bytes, Op, Plan, Role, Seconds};
+use shardc_ir::{Bytes, Family, Op, Plan, Role, Seconds};
 use shardc_passes::allocate::memory;
 use shardc_passes::fold::module;
 use shardc_passes::simulate::Rank;
@@ -69,7 +69,7 @@ pub struct Stage {
 /// The stages of a plan, in their order; none where there are none.
 pub fn stages(inspection: &Inspection<'_>) -> Vec<Stage> {
     let Inspection { plan, cluster, programs, simulated } = inspection;
-    if plan.mesh.family("pp").is_empty() {
+    if plan.mesh.family(Family::Pipeline).is_empty() {
         return Vec::new();
     }
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);

@@ -3,7 +3,7 @@
 use super::{Inspection, away, collectives, layers, stages};
 use crate::report;
 use shardc_ir::program::Stream;
-use shardc_ir::{AxisKind, Seconds};
+use shardc_ir::{Family, Seconds};
 use shardc_passes::simulate::Rank;
 use std::fmt::Write;
 
@@ -34,9 +34,9 @@ fn mesh(inspection: &Inspection<'_>) -> String {
     }
     for id in mesh.ids() {
         let axis = mesh.axis(id);
-        let what = match (axis.kind, axis.family()) {
-            (AxisKind::Time, _) => "microbatches, one after the other".to_string(),
-            (_, family) => {
+        let what = match axis.family {
+            Family::Microbatch => "microbatches, one after the other".to_string(),
+            family => {
                 let ranks = mesh.group(0, &[id]);
                 let span = ranks.iter().map(|rank| rank / cluster.per_node).collect::<std::collections::BTreeSet<_>>();
                 let where_ = match span.len() {
@@ -44,18 +44,17 @@ fn mesh(inspection: &Inspection<'_>) -> String {
                     nodes => format!("across {nodes} nodes"),
                 };
                 let name = match family {
-                    "dp" => "data ranks",
-                    "tp" => "tensor ranks",
-                    "pp" => "pipeline stages",
-                    "fsdp" => "data ranks that store parameters in parts",
-                    "cp" | "ring" | "ulysses" => "context ranks",
-                    "ep" => "expert ranks",
-                    _ => "ranks",
+                    Family::Pipeline => "pipeline stages",
+                    Family::Data | Family::Microbatch => "data ranks",
+                    Family::Fsdp => "data ranks that store parameters in parts",
+                    Family::Expert => "expert ranks",
+                    Family::Ring | Family::Ulysses | Family::Context => "context ranks",
+                    Family::Tensor => "tensor ranks",
                 };
                 format!("{name}, {where_}; rank 0 meets {}", few(&ranks))
             }
         };
-        let _ = writeln!(text, "  {:6} {:>6}  {what}", axis.name, axis.size);
+        let _ = writeln!(text, "  {:6} {:>6}  {what}", axis.name(), axis.size);
     }
     text
 }

@@ -146,7 +146,7 @@ fn alternatives(plan: &Plan, value: ValueId, options: &Options) -> Vec<Alternati
     let (node, axis) = (plan.graph.value(value).def, options.axis);
     let without = plan.strategies[node].without(axis);
     let of = |(other, cost): &(Choice, Seconds)| Alternative {
-        axis: plan.mesh.axis(axis).name.clone(),
+        axis: plan.mesh.axis(axis).name(),
         choice: choice(plan, node, *other),
         layout: Some(if *other == options.chosen {
             layout(plan, value)
@@ -201,7 +201,7 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
     let (mesh, def) = (&plan.mesh, plan.graph.value(value).def);
     let (node, strategy) = (plan.graph.node(def), &plan.strategies[def]);
     let names = |axes: Vec<shardc_ir::AxisId>| {
-        axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(" and ")
+        axes.iter().map(|axis| mesh.axis(*axis).name()).collect::<Vec<_>>().join(" and ")
     };
     let others: Vec<_> = batch_axes(mesh).into_iter().filter(|axis| mesh.size(*axis) > 1).collect();
     let does = |pick: &dyn Fn(Choice) -> bool| {

@@ -131,7 +131,7 @@ impl OpDef for ScaledMatmul {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{AxisKind, Mesh};
+    use crate::mesh::{Family, Mesh};
     use crate::ops::{Op, Quantize};
 
     fn weight_gradient(samples: u64, seq: u64, rows: u64) -> (Op, Vec<TensorType>, TensorType) {
@@ -147,7 +147,7 @@ mod tests {
         let factor = rule.find(factor).unwrap();
         let divides = |extent: &u64| {
             let mut mesh = Mesh::default();
-            let axis = mesh.push("x", *extent, AxisKind::Space);
+            let axis = mesh.push(Family::Tensor, *extent);
             rule.choices(&Default::default(), axis, &mesh).contains(&crate::Choice::Factor(factor))
         };
         (2..=64).filter(divides).collect()

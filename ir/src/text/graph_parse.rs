@@ -9,7 +9,7 @@ use super::suggestion;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, OutputKind, Role};
-use crate::mesh::{AxisKind, Mesh};
+use crate::mesh::{Axis, Mesh};
 use crate::pipeline::{Length, Schedule};
 use crate::plan::{Plan, Space};
 use crate::sharding::Sharding;
@@ -166,7 +166,7 @@ impl<'a> Parser<'a> {
             if !mesh.axes.is_empty() {
                 cursor.expect(",")?;
             }
-            let kind = if cursor.eat_word("time") { AxisKind::Time } else { AxisKind::Space };
+            let is_time = cursor.eat_word("time");
             let name = cursor.word("an axis like `dp=2`")?;
             cursor.expect("=")?;
             let size = cursor.size("the axis's size")?;
@@ -176,7 +176,7 @@ impl<'a> Parser<'a> {
             if size == 0 || mesh.axes.len() == 32 {
                 return Err("a mesh has at most 32 axes, each of size 1 or more".to_string());
             }
-            mesh.push(name, size, kind);
+            mesh.axes.push(Axis::parse(name, is_time, size)?);
             let devices = mesh.axes.iter().try_fold(1u64, |product, axis| product.checked_mul(axis.size));
             if devices.is_none_or(|devices| devices > u64::from(u32::MAX)) {
                 return Err(format!("the mesh {mesh} has more than {} coordinates", u32::MAX));

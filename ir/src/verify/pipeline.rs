@@ -18,7 +18,7 @@ use super::phase::Phase;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::{Node, OutputKind, Role};
-use crate::mesh::AxisKind;
+use crate::mesh::Family;
 use crate::ops::{Op, OpDef};
 use crate::pipeline::{MOST_CHUNKS, last_forward};
 use crate::plan::Plan;
@@ -58,8 +58,8 @@ fn place(plan: &Plan, id: NodeId) -> String {
 /// What concerns no single edge.
 fn check_whole(plan: &Plan, found: &mut Diagnostics) {
     let (pipeline, stages) = (&plan.pipeline, plan.stages());
-    let axes = plan.mesh.family("pp");
-    if axes.len() != 1 || axes.iter().any(|axis| plan.mesh.axis(*axis).kind == AxisKind::Time) {
+    let axes = plan.mesh.family(Family::Pipeline);
+    if axes.len() != 1 {
         found.push("mesh", format!("stages lie along one axis `pp` over the ranks; the mesh is {}", plan.mesh));
     }
     if let Err(message) = pipeline.schedule.check_chunks(pipeline.per_stage) {

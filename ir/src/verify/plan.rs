@@ -24,7 +24,7 @@ use super::phase::Phase;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::OutputKind;
-use crate::mesh::{AxisId, AxisKind};
+use crate::mesh::AxisId;
 use crate::ops::{Op, State};
 use crate::plan::Plan;
 use crate::sharding::{ReduceKind, Sharding};
@@ -133,11 +133,11 @@ const MOST_MICROBATCHES: u64 = 1 << 20;
 fn check_mesh(plan: &Plan, found: &mut Diagnostics) {
     let mut names = BTreeSet::new();
     for axis in &plan.mesh.axes {
-        if !names.insert(&axis.name) {
-            found.push("mesh", format!("axis `{}` is in the mesh twice", axis.name));
+        if !names.insert((axis.family, axis.number)) {
+            found.push("mesh", format!("axis `{}` is in the mesh twice", axis.name()));
         }
         if axis.size == 0 {
-            found.push("mesh", format!("axis `{}` has size 0", axis.name));
+            found.push("mesh", format!("axis `{}` has size 0", axis.name()));
         }
     }
     if plan.mesh.axes.len() > 32 {
@@ -209,7 +209,7 @@ impl Checker<'_> {
                 (None, None) => Phase::Invariant,
             };
             if let (Some(axis), Some(value)) = (time, resolved) {
-                let axis = &plan.mesh.axis(axis).name;
+                let axis = &plan.mesh.axis(axis).name();
                 let message = format!(
                     "runs once per microbatch (its strategy names `{axis}`), but {value} is complete only after all of them"
                 );
@@ -222,7 +222,7 @@ impl Checker<'_> {
 
     fn leaf(&mut self, place: &str, op: &Op, time: Option<AxisId>) {
         if let (Op::Parameter(_) | Op::State(_), Some(axis)) = (op, time) {
-            let axis = &self.plan.mesh.axis(axis).name;
+            let axis = &self.plan.mesh.axis(axis).name();
             self.found.push(place, format!("a {} is stored whole in time, not divided over `{axis}`", op.name()));
         }
         let Op::State(State { name, cast_of: Some(parameter), .. }) = op else { return };
@@ -237,11 +237,11 @@ impl Checker<'_> {
         for value in &self.plan.graph.node(id).results {
             for (axis, kind) in self.plan.sharding(*value).partial {
                 let axis = self.plan.mesh.axis(axis);
-                if axis.kind == AxisKind::Time && kind != ReduceKind::Sum && axis.size > 1 {
+                if axis.family.is_time() && kind != ReduceKind::Sum && axis.size > 1 {
                     let message = format!(
                         "{value} is a partial {} over the time axis `{}`, but accumulators only add",
                         kind.name(),
-                        axis.name
+                        axis.name()
                     );
                     self.found.push(place, message);
                 }
@@ -255,12 +255,12 @@ impl Checker<'_> {
         for (axis, kind) in &to.partial {
             let isolates = *kind == ReduceKind::Sum && !mesh.is_time(*axis);
             if from.partial_over(*axis) != Some(*kind) && !isolates {
-                let (axis, kind) = (&mesh.axis(*axis).name, kind.name());
+                let (axis, kind) = (&mesh.axis(*axis).name(), kind.name());
                 return Err(format!("it must be a partial {kind} over `{axis}`, and {value} is none"));
             }
         }
         for axis in mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1) {
-            let name = &mesh.axis(axis).name;
+            let name = &mesh.axis(axis).name();
             match (from.dim_of(axis), to.dim_of(axis)) {
                 (Some(_), None) => {
                     return Err(format!("{value} is divided over the time axis `{name}` and would have to be whole"));

@@ -6,8 +6,8 @@
 //! cluster they are.
 
 use super::{Cluster, Part, Profile};
-use shardc_ir::Mesh;
 use shardc_ir::units::{Bytes, counted};
+use shardc_ir::{Family, Mesh};
 use std::collections::BTreeSet;
 
 impl Cluster {
@@ -46,7 +46,7 @@ impl Cluster {
 
     /// Of each stage of a mesh, the kinds of its ranks' devices; of a mesh without stages, of all ranks.
     pub fn kinds_of_stages(&self, mesh: &Mesh) -> Vec<BTreeSet<usize>> {
-        let stages = mesh.degree("pp") as usize;
+        let stages = mesh.degree(Family::Pipeline) as usize;
         if self.devices().len() == 1 {
             return vec![BTreeSet::from([0]); stages];
         }
@@ -151,7 +151,7 @@ fn fastest_of_all(first: &Profile, others: &[Part]) -> Profile {
 mod tests {
     use super::*;
     use crate::cost::collective::{Collective, Group, seconds, send_over};
-    use shardc_ir::AxisKind;
+    use shardc_ir::Family;
 
     fn cluster(parts: &[(&str, u64)]) -> Cluster {
         let part = |(device, nodes): &(&str, u64)| format!("[[parts]]\ndevice = \"{device}\"\nnodes = {nodes}\n");
@@ -166,12 +166,12 @@ mod tests {
         let kinds: Vec<usize> = mixed.kinds_of_ranks().into_iter().step_by(4).collect();
         assert_eq!(kinds, [0, 1, 1, 0]);
         let mut mesh = Mesh::default();
-        mesh.push("pp", 4, AxisKind::Space);
-        mesh.push("dp", 4, AxisKind::Space);
+        mesh.push(Family::Pipeline, 4);
+        mesh.push(Family::Data, 4);
         assert_eq!(mixed.kinds_of_stages(&mesh), [0, 1, 1, 0].map(|kind| BTreeSet::from([kind])));
         let mut mesh = Mesh::default();
-        mesh.push("pp", 2, AxisKind::Space);
-        mesh.push("dp", 8, AxisKind::Space);
+        mesh.push(Family::Pipeline, 2);
+        mesh.push(Family::Data, 8);
         assert_eq!(mixed.kinds_of_stages(&mesh), [0, 1].map(|_| BTreeSet::from([0, 1])));
         let alike = cluster(&[("h100", 1), ("h100", 3)]);
         assert_eq!((alike.devices().len(), alike.kinds_of_ranks(), alike.mixture()), (1, vec![0; 16], None));

@@ -8,7 +8,7 @@
 //! Where a group leaves its nodes for those of other kinds, it is as slow as on the kind on which it is slowest.
 
 use crate::cluster::{Cluster, Level, MOST_LEVELS, Profile};
-use shardc_ir::{AxisId, AxisKind, Mesh, Seconds};
+use shardc_ir::{AxisId, Mesh, Seconds};
 
 /// Which collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ impl Group {
     /// The group of the ranks that differ only in these axes. Where some such groups lie over more nodes than others,
     /// it is one that lies over the most: the others wait for it.
     pub fn new(mesh: &Mesh, axes: &[AxisId], cluster: &Cluster) -> Self {
-        let axes: Vec<AxisId> = axes.iter().copied().filter(|axis| mesh.axis(*axis).kind == AxisKind::Space).collect();
+        let axes: Vec<AxisId> = axes.iter().copied().filter(|axis| !mesh.is_time(*axis)).collect();
         let first = mesh.group(0, &axes);
         let of_first = Self::of_ranks(&first, cluster);
         if lie_alike(mesh, cluster) {
@@ -245,6 +245,7 @@ fn hops(device: &Profile, hop: f64, collective: Collective, (group, levels): (Gr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardc_ir::Family;
 
     #[test]
     fn an_all_reduce_takes_what_was_measured() {
@@ -259,8 +260,8 @@ mod tests {
     fn groups_lie_over_nodes() {
         let cluster = Cluster::parse("h100:8x4", "h200").unwrap();
         let mut mesh = Mesh::default();
-        let dp = mesh.push("dp", 8, AxisKind::Space);
-        let tp = mesh.push("tp", 4, AxisKind::Space);
+        let dp = mesh.push(Family::Data, 8);
+        let tp = mesh.push(Family::Tensor, 4);
         assert_eq!(Group::new(&mesh, &[tp], &cluster), Group::of_nodes(4, 1));
         assert_eq!(Group::new(&mesh, &[dp], &cluster), Group::of_nodes(2, 4));
         let small = seconds(Collective::AllGather, 1e9, Group::of_nodes(8, 1), &cluster);
@@ -272,8 +273,8 @@ mod tests {
     fn of_groups_that_lie_unlike_the_widest_counts() {
         let cluster = Cluster::parse("h100:4x3", "h200").unwrap();
         let mut mesh = Mesh::default();
-        let dp = mesh.push("dp", 4, AxisKind::Space);
-        let tp = mesh.push("tp", 3, AxisKind::Space);
+        let dp = mesh.push(Family::Data, 4);
+        let tp = mesh.push(Family::Tensor, 3);
         // Ranks 0 to 2 lie in a node; 3 to 5 do not. Ranks 0, 3, 6, 9 lie in three.
         assert_eq!(Group::of_ranks(&[0, 1, 2], &cluster), Group::of_nodes(3, 1));
         let tensor = Group::new(&mesh, &[tp], &cluster);

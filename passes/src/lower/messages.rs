@@ -20,7 +20,7 @@ use crate::pipeline::order::Pass;
 use shardc_ir::ops::Constant;
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{BufferId, NodeId, ReduceKind, Sharding, ValueId};
+use shardc_ir::{BufferId, Family, NodeId, ReduceKind, Sharding, ValueId};
 
 impl<'a> Lowering<'a> {
     /// The layout in which a value is sent to its first reader in another stage.
@@ -34,7 +34,7 @@ impl<'a> Lowering<'a> {
 
     /// The rank that stands in another stage where this one stands in its own.
     fn peer(&self, stage: u64) -> u64 {
-        let axes = self.mesh.family("pp");
+        let axes = self.mesh.family(Family::Pipeline);
         self.mesh.group(self.rank, &axes)[stage as usize]
     }
 
@@ -147,7 +147,7 @@ impl<'a> Lowering<'a> {
                 zero
             }
         };
-        let group = self.draft.group(&self.mesh.family("pp"));
+        let group = self.draft.group(&self.mesh.family(Family::Pipeline));
         let buffer = self.draft.buffer(ty, Category::Activation);
         self.draft.buffers[buffer].value = Some(value);
         let action = Action::AllReduce { reduce: ReduceKind::Sum, group };

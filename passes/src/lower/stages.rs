@@ -9,7 +9,7 @@ use crate::pipeline::effort::Efforts;
 use crate::pipeline::order::{Pass, orders};
 use crate::pipeline::timeline::{Event, Link, timeline};
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::{AxisId, NodeId, OutputKind, Plan, Role, SecondaryMap, ValueId};
+use shardc_ir::{AxisId, Family, NodeId, OutputKind, Plan, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A value that is made in one stage and read in another.
@@ -42,7 +42,7 @@ pub(super) struct Stages {
 impl Stages {
     /// The stages of a plan, if it has any; `places` are the sections of its nodes.
     pub fn of(plan: &Plan, places: &SecondaryMap<NodeId, Place>) -> Result<Option<Self>, LowerError> {
-        let [axis] = plan.mesh.family("pp")[..] else { return Ok(None) };
+        let [axis] = plan.mesh.family(Family::Pipeline)[..] else { return Ok(None) };
         let stages = plan.stages();
         if stages <= 1 {
             return Ok(None);

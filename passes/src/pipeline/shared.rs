@@ -7,7 +7,7 @@
 //! divided so. (Megatron-LM exchanges them once in a step as well, in `_allreduce_word_embedding_grads`.)
 
 use crate::chunk::strategy_for;
-use shardc_ir::{Graph, Mesh, NodeId, Pipeline, Role, SecondaryMap, Strategy};
+use shardc_ir::{Family, Graph, Mesh, NodeId, Pipeline, Role, SecondaryMap, Strategy};
 use std::collections::BTreeSet;
 
 /// The nodes of the loop over the microbatches that add gradients up (they pass sums over time on), and that nothing in
@@ -33,7 +33,7 @@ pub fn sum_behind_loop(
     pipeline: &mut Pipeline,
     strategies: &mut SecondaryMap<NodeId, Strategy>,
 ) {
-    let (users, stages) = (graph.users(), mesh.degree("pp"));
+    let (users, stages) = (graph.users(), mesh.degree(Family::Pipeline));
     let is_last = last_sums(graph, |id| strategies[id].pass.keys().any(|axis| mesh.is_time(*axis)));
     let mut is_shared: SecondaryMap<NodeId, bool> = SecondaryMap::new();
     // The stages whose chunks make what is summed.

@@ -31,7 +31,7 @@ use crate::shard::layout::Turn;
 use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::problem::Problem;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::{AxisId, Bytes, Mesh};
+use shardc_ir::{AxisId, Bytes, Family, Mesh};
 use sharing::{Collectives, Sharing};
 use std::collections::BTreeMap;
 
@@ -208,7 +208,7 @@ impl Found {
 /// Stages work beside each other at best, and the slowest takes at least what they take on average; all ranks wait
 /// for the slowest.
 pub(super) fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
-    seconds / placed.mesh.degree("pp") as f64 * spread(placed.cluster.ranks())
+    seconds / placed.mesh.degree(Family::Pipeline) as f64 * spread(placed.cluster.ranks())
 }
 
 /// Seconds of a step that show at the least of what the ranks that divide the batch exchange within the passes of microbatches:
@@ -249,7 +249,7 @@ impl<'a, 'b> Relaxed<'a, 'b> {
         let mut alike: BTreeMap<_, Vec<AxisId>> = BTreeMap::new();
         for axis in axes.iter().copied() {
             let group = Group::new(placed.mesh, &[axis], placed.cluster);
-            alike.entry((placed.mesh.axis(axis).family(), group)).or_default().push(axis);
+            alike.entry((placed.mesh.axis(axis).family, group)).or_default().push(axis);
         }
         let problem = |alike: &Vec<AxisId>| {
             let (axis, share) = (alike[0], 1.0 / axes.len() as f64);

@@ -6,8 +6,8 @@ use super::choice::pins::{Pins, Recompute};
 use super::choice::stages::Stages;
 use super::estimate::relief::Relief;
 use crate::shard::objective::Prices;
-use shardc_ir::Mesh;
 use shardc_ir::plan::Prediction;
+use shardc_ir::{Family, Mesh};
 
 /// One point of the search space.
 #[derive(Clone, Debug, PartialEq)]
@@ -82,7 +82,7 @@ impl Candidate {
     /// So many data ranks, with nothing else chosen but what is computed again.
     pub(in crate::search) fn bare(dp: u64, recompute: Recompute, prediction: Prediction) -> Self {
         Self {
-            degrees: Degrees::new(1).with("dp", &[dp]),
+            degrees: Degrees::new(1).with(Family::Data, &[dp]),
             stages: None,
             zero: 0,
             recompute,
@@ -115,7 +115,7 @@ pub(in crate::search) fn overlap_chunks(uneven: f64, pins: &Pins) -> Vec<(u64, f
 pub(in crate::search) type Kin = (u64, u64);
 
 pub(in crate::search) fn kin(candidate: &Candidate) -> Kin {
-    (candidate.degrees.degree("dp") * candidate.degrees.degree("fsdp"), candidate.zero)
+    (candidate.degrees.degree(Family::Data) * candidate.degrees.degree(Family::Fsdp), candidate.zero)
 }
 
 /// Microbatches of all stages together above which [programs are long](is_long).
@@ -130,14 +130,15 @@ pub(in crate::search) fn is_long(candidate: &Candidate, batch: u64) -> bool {
 /// Microbatches of all stages of a pipeline together.
 pub(in crate::search) fn passes(candidate: &Candidate, batch: u64) -> u64 {
     let mesh = candidate.mesh(batch);
-    candidate.stages.as_ref().map_or(0, |_| mesh.degree("pp") * mesh.microbatches())
+    candidate.stages.as_ref().map_or(0, |_| mesh.degree(Family::Pipeline) * mesh.microbatches())
 }
 
 /// By step time; what is equal within a thousandth by the simpler choice.
 pub(in crate::search) fn sort(candidates: &mut [Candidate]) {
     candidates.sort_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0));
-    let simplicity =
-        |c: &Candidate| (c.degrees.degree("pp"), c.recompute, c.zero, c.degrees.axes(), c.degrees.degree("tp"));
+    let simplicity = |c: &Candidate| {
+        (c.degrees.degree(Family::Pipeline), c.recompute, c.zero, c.degrees.axes(), c.degrees.degree(Family::Tensor))
+    };
     // The best and its near-ties, simplest first.
     let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
     let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);

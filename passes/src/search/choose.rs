@@ -30,8 +30,8 @@ use lowering::Lowering;
 use outcome::{Told, alternatives, infeasible};
 use overlap::Hidden;
 use overstated::{Refused, faster, may_be_smaller, nearest};
-use shardc_ir::Plan;
 use shardc_ir::plan::{Prediction, Search};
+use shardc_ir::{Family, Plan};
 use std::collections::BTreeMap;
 
 /// How many plans whose estimates are [`CLOSE`] are predicted by their programs.
@@ -43,7 +43,7 @@ const MOST_REFUSED: usize = 8;
 /// estimates tell which is faster.
 fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     let same = |of: &Candidate| {
-        let degrees = of.degrees.clone().with("dp", &[]).with("fsdp", &[]);
+        let degrees = of.degrees.clone().with(Family::Data, &[]).with(Family::Fsdp, &[]);
         let schedule = of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage));
         (degrees, of.zero, of.loss_chunks, schedule, of.offload.clone())
     };

@@ -27,7 +27,7 @@ use crate::shard::route::conversions;
 use crate::synthetic::{Sizes, residual};
 use proptest::prelude::*;
 use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, Graph, NoScratch, Seconds};
+use shardc_ir::{Bytes, DType, Family, Graph, NoScratch, Seconds};
 
 const CLUSTERS: [&str; 5] = ["h100:2", "h100:4", "h100:2x2", "a100-80:6", "h200:8"];
 
@@ -107,7 +107,7 @@ proptest! {
         let tensor: u64 = ranks.1.iter().product();
         let cluster = Cluster::parse(&format!("h100:{}", ranks.0 * tensor), "h200").unwrap();
         let prepared = prepare(&graph, batch, &NoScratch);
-        let degrees = Degrees::new(batch / ranks.0 / microbatches).with("dp", &[ranks.0]).with("tp", &ranks.1);
+        let degrees = Degrees::new(batch / ranks.0 / microbatches).with(Family::Data, &[ranks.0]).with(Family::Tensor, &ranks.1);
         let mesh = degrees.mesh(batch);
         let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
         let axes = searched_axes(&mesh);
@@ -190,7 +190,7 @@ proptest! {
         let graph = residual(Sizes { seed, nodes, batch: 16, width: 512, dtype: DType::F32 }).unwrap();
         let cluster = Cluster::parse(&format!("h100:{}", 2 * data), "h200").unwrap();
         let prepared = prepare(&graph, 16, &NoScratch);
-        let mesh = Degrees::new(16 / data).with("dp", &[data]).with("tp", &[2]).mesh(16);
+        let mesh = Degrees::new(16 / data).with(Family::Data, &[data]).with(Family::Tensor, &[2]).mesh(16);
         let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
         let problem = Problem::new(&prepared, &placed, searched_axes(&mesh)[0], Objective::Step(Prices::default()));
         let mut scaled = problem.graph.clone();

@@ -7,7 +7,7 @@ use crate::lower::lower_all;
 use crate::search_tests::{Sizes, llama};
 use crate::simulate::{Outline, exact};
 use shardc_ir::plan::{Category, Request, Scope};
-use shardc_ir::{Bytes, DType, NoScratch, Plan, verify};
+use shardc_ir::{Bytes, DType, Family, NoScratch, Plan, verify};
 
 const SIZES: Sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
 
@@ -19,7 +19,7 @@ fn found(cluster: &str, pins: &str, scope: Scope, memory: u64, excess: f64) -> R
     let programs = |plan: &Plan| {
         let verified = verify::plan(plan).map_err(|found| found.to_string())?;
         let programs = lower_all(&verified, &NoScratch).map_err(|error| error.to_string())?;
-        let apart = plan.mesh.family("pp");
+        let apart = plan.mesh.family(Family::Pipeline);
         let first = plan.mesh.group(0, &apart).into_iter().map(|rank| programs[rank as usize].clone());
         let programs: Vec<_> = first.collect();
         let outlines: Vec<_> = programs.iter().map(|program| Outline::of(program, plan, &cluster)).collect();

@@ -9,6 +9,7 @@
 use crate::cost::collective::Group;
 use crate::shard::family::open_axes;
 use crate::shard::tensor::Placed;
+use shardc_ir::Family;
 use std::collections::BTreeMap;
 
 /// Samples of larger microbatches may take less than those of the largest that is known by so many times as much as if every
@@ -16,7 +17,7 @@ use std::collections::BTreeMap;
 const MORE: f64 = 2.0;
 
 /// The axes that divide a microbatch: of each the family and the ranks.
-type Axes = Vec<(String, Group)>;
+type Axes = Vec<(Family, Group)>;
 
 /// What is known of the passes of a microbatch.
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +62,7 @@ impl Paces {
 /// The axes that are searched of a placed mesh, if all its ranks are alike.
 fn axes(placed: &Placed<'_>) -> Option<Axes> {
     let (mesh, cluster) = (placed.mesh, placed.cluster);
-    let of = |axis| (mesh.axis(axis).family().to_string(), Group::new(mesh, &[axis], cluster));
+    let of = |axis| (mesh.axis(axis).family, Group::new(mesh, &[axis], cluster));
     (cluster.parts.len() <= 1).then(|| open_axes(mesh).into_iter().map(of).collect())
 }
 
@@ -88,7 +89,11 @@ mod tests {
         let (prepared, cluster) = (prepare(&graph, 64, &NoScratch), Cluster::parse("h100:8x2", "h200").unwrap());
         let mut paces = Paces::default();
         for (pp, dp) in [(1, 8), (2, 4), (4, 2)] {
-            let mesh = Degrees::new(2).with("pp", &[pp]).with("dp", &[dp]).with("tp", &[2]).mesh(64);
+            let mesh = Degrees::new(2)
+                .with(Family::Pipeline, &[pp])
+                .with(Family::Data, &[dp])
+                .with(Family::Tensor, &[2])
+                .mesh(64);
             let (placed, shape) = fastest(&prepared, &mesh, &cluster).unwrap().unwrap();
             let expected = paces.expected(&placed, 2).unwrap_or(shape.pace());
             assert!((shape.pace() / expected - 1.0).abs() < 0.01, "pp={pp}: {} for {expected}", shape.pace());

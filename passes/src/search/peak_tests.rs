@@ -18,7 +18,7 @@ use crate::shard::prepare::prepare;
 use crate::synthetic::{self, residual};
 use proptest::prelude::*;
 use shardc_ir::ops::*;
-use shardc_ir::{DType, Graph, NoScratch, OutputKind, Role, TensorType, ValueId};
+use shardc_ir::{DType, Family, Graph, NoScratch, OutputKind, Role, TensorType, ValueId};
 
 const BATCH: u64 = 16;
 
@@ -127,7 +127,7 @@ proptest! {
         let graph = model(seed, kind);
         let cluster = Cluster::parse("h100:8", "h200").unwrap();
         let prepared = prepare(&graph, BATCH, &NoScratch);
-        let mesh = Degrees::new(2).with("dp", &[4]).with("tp", &[tensor]).mesh(BATCH);
+        let mesh = Degrees::new(2).with(Family::Data, &[4]).with(Family::Tensor, &[tensor]).mesh(BATCH);
         let mut placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
         let conversions = place_axes(&prepared, &mut placed, Prices::default());
         let shape = Shape::new(&prepared, &placed, &conversions, 2, std::slice::from_ref(&mesh));

@@ -17,7 +17,7 @@ use crate::shard::objective::Prices;
 use crate::shard::place::place_axes_seen;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::plan::Prediction;
-use shardc_ir::{AxisId, Bytes, Graph, Mesh, Node, NodeId, Strategy};
+use shardc_ir::{AxisId, Bytes, Family, Graph, Mesh, Node, NodeId, Strategy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -164,9 +164,8 @@ pub(super) fn drop_unpinned_chunks(candidates: &mut Vec<Candidate>, pins: &Pins)
 /// Why pins leave nothing where all candidates were left out.
 pub(super) fn uncut_head(pins: &Pins) -> PlanError {
     let pin = format!("loss_chunks={}", pins.loss_chunks.unwrap_or(1));
-    let context = [("cp", pins.cp), ("ring", pins.ring), ("ulysses", pins.ulysses)];
-    let pinned =
-        context.iter().find_map(|(name, pin)| Some(format!("leave {name}={} out", pin.filter(|pin| *pin > 1)?)));
+    let mut pinned = pins.degrees().filter(|(family, degree)| Family::CONTEXT.contains(family) && *degree > 1);
+    let pinned = pinned.next().map(|(family, degree)| format!("leave {family}={degree} out"));
     let other = pinned.unwrap_or_else(|| "pin cp=1".to_string());
     let message =
         format!("ranks divide the sequence of the loss, and cut nothing of their parts; leave it out, or {other}");

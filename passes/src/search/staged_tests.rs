@@ -19,7 +19,7 @@ use crate::shard::objective::{Beside, Objective, Pricer};
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, NoScratch};
+use shardc_ir::{Bytes, DType, Family, NoScratch};
 
 const MODEL: Sizes = Sizes { layers: 8, batch: 64, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
 
@@ -91,7 +91,7 @@ fn copies_are_computed_again_together() {
     let graph = llama(MODEL, DType::Bf16);
     let prepared = prepare(&graph, MODEL.batch, &NoScratch);
     let cluster = Cluster::parse("h200:4", "h200").unwrap();
-    let mesh = Degrees::new(1).with("pp", &[4]).mesh(MODEL.batch);
+    let mesh = Degrees::new(1).with(Family::Pipeline, &[4]).mesh(MODEL.batch);
     let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
     let seconds = |rate: f64| -> Vec<f64> {
         let sharing = Sharing::least(&mesh).in_stages(Filling { rate, ..Filling::default() }, 1);

@@ -57,7 +57,7 @@ use runs::Runs;
 use rustc_hash::FxHashMap;
 use schedules::{MANY, limits, schedules, zero_stages};
 use shardc_ir::pipeline::Schedule;
-use shardc_ir::{Bytes, Pipeline, Seconds};
+use shardc_ir::{Bytes, Family, Pipeline, Seconds};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -236,7 +236,7 @@ struct Tries<'a> {
 /// The pipelines of a placed mesh with stages, and the least bound of what was left out: of each schedule, which knows
 /// nothing of the others.
 fn pipelines(mesh: &Mesh<'_>, pins: &Pins) -> Vec<(Vec<Candidate>, f64)> {
-    let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree("pp"));
+    let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree(Family::Pipeline));
     let again = &Recomputed::new(mesh, pins);
     // As many stages, there are no more chunks than are worth a try, unless they are asked for.
     let is_asked = pins.schedule.is_some() || pins.virtual_stages.is_some();
@@ -256,7 +256,7 @@ fn of_schedule(
     again: &Recomputed<'_>,
     (schedule, per_stage): (Schedule, u64),
 ) -> (Vec<Candidate>, f64) {
-    let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree("pp"));
+    let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree(Family::Pipeline));
     let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     let shape = &mesh.seen[0][0].shape;
     let (mut candidates, runs, cut) = (Vec::new(), Runs::new(mesh), Cell::new(f64::INFINITY));

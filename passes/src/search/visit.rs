@@ -19,7 +19,7 @@ use super::stages::schedules::{self, orders};
 use crate::shard::family::{copy_axes, open_axes};
 use crate::shard::tensor::Placed;
 use crate::threads;
-use shardc_ir::{Bytes, Seconds};
+use shardc_ir::{Bytes, Family, Seconds};
 
 /// A bound within this share of the best plan is not made any tighter.
 const NEAR: f64 = 0.005;
@@ -129,7 +129,8 @@ impl Visited {
     pub fn reopened(self, limit: Option<f64>) -> (Self, Vec<Degrees>) {
         let mut wider = Self { limit, ..self };
         let [whole, staged] = [wider.limit(), wider.limit_in_stages()];
-        let is_open = |known: &Known| known.cut <= if known.degrees.degree("pp") > 1 { staged } else { whole };
+        let is_open =
+            |known: &Known| known.cut <= if known.degrees.degree(Family::Pipeline) > 1 { staged } else { whole };
         let (again, known): (Vec<_>, Vec<_>) = wider.known.into_iter().partition(is_open);
         wider.known = known;
         (wider, again.into_iter().flat_map(|known| known.stored).collect())
@@ -153,7 +154,7 @@ impl Visited {
     /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
     /// that may be the best, or so close to it that its programs decide.
     pub fn opens(&mut self, space: &Space<'_, '_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
-        let (prepared, is_staged) = (space.prepared, degrees.degree("pp") > 1);
+        let (prepared, is_staged) = (space.prepared, degrees.degree(Family::Pipeline) > 1);
         let is_whole = !is_staged && open_axes(placed.mesh).is_empty();
         let limit = if is_staged { self.limit_in_stages() } else { self.limit() };
         let expected = EXPECTED * self.expected(placed, point, is_staged);
@@ -289,7 +290,7 @@ impl Known {
         let Space { prepared, cluster, request, pins, away, .. } = *space;
         let mesh = self.degrees.mesh(request.batch);
         let Some(placed) = place_batch(prepared, &mesh, cluster)? else { return Ok(least) };
-        let (has_copies, is_staged) = (!copy_axes(&mesh).is_empty(), self.degrees.degree("pp") > 1);
+        let (has_copies, is_staged) = (!copy_axes(&mesh).is_empty(), self.degrees.degree(Family::Pipeline) > 1);
         let stored = self.stored.iter().map(|degrees| {
             let stages = match is_staged {
                 true => schedules::zero_stages(has_copies, degrees, pins),

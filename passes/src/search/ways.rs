@@ -15,7 +15,7 @@ use crate::cluster::Cluster;
 use crate::divisors::divisors;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::{Request, Scope};
-use shardc_ir::{Choice, FactorKind, Feature, Op};
+use shardc_ir::{Choice, FactorKind, Family, Feature, Op};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
@@ -34,7 +34,7 @@ pub struct Way {
     /// Whether that is pinned, so that it is an axis of its own even where there is one replica.
     pub is_pinned: bool,
     /// The families that divide the sequence, and the sizes of their axes.
-    pub context: Vec<(&'static str, Vec<u64>)>,
+    pub context: Vec<(Family, Vec<u64>)>,
     /// The sizes of the tensor axes, in the ways to choose them.
     pub tp: Vec<Vec<u64>>,
 }
@@ -42,9 +42,12 @@ pub struct Way {
 impl Way {
     /// The degrees with these tensor axes, all data ranks being one axis.
     pub fn placed(&self, microbatch: u64, tp: &[u64]) -> Degrees {
-        let degrees = Degrees::new(microbatch).with("pp", &[self.pp]);
-        let degrees = degrees.with("dp", &[self.data / self.ep]).with("ep", &[self.ep]);
-        self.context.iter().fold(degrees, |degrees, (family, sizes)| degrees.with(family, sizes)).with("tp", tp)
+        let degrees = Degrees::new(microbatch).with(Family::Pipeline, &[self.pp]);
+        let degrees = degrees.with(Family::Data, &[self.data / self.ep]).with(Family::Expert, &[self.ep]);
+        self.context
+            .iter()
+            .fold(degrees, |degrees, (family, sizes)| degrees.with(*family, sizes))
+            .with(Family::Tensor, tp)
     }
 
     /// Whether context ranks would rather be data ranks: those that have several sequences at a time. With some of them
@@ -52,7 +55,7 @@ impl Way {
     pub fn is_better_as_data(&self, microbatch: u64, pins: &Pins) -> bool {
         let context: u64 = self.context.iter().flat_map(|(_, sizes)| sizes).product();
         let is_pinned =
-            [pins.microbatch, pins.dp, pins.fsdp, pins.cp, pins.ring, pins.ulysses].iter().any(Option::is_some);
+            pins.microbatch.is_some() || pins.fixes(&[Family::Data, Family::Fsdp]) || pins.fixes(&Family::CONTEXT);
         !is_pinned && gcd(microbatch, context) > 1
     }
 
@@ -61,7 +64,7 @@ impl Way {
         let copies = self.data / self.ep;
         let of = |stored: &u64| match (copies / stored, self.is_pinned) {
             (1, false) => self.placed(microbatch, tp),
-            (replicas, _) => self.placed(microbatch, tp).with("dp", &[replicas]).with("fsdp", &[*stored]),
+            (replicas, _) => self.placed(microbatch, tp).with(Family::Data, &[replicas]).with(Family::Fsdp, &[*stored]),
         };
         self.stored.iter().map(of).collect()
     }
@@ -106,7 +109,7 @@ pub fn ways(
     pins: &Pins,
 ) -> Result<Vec<Way>, PlanError> {
     check(prepared, request, pins)?;
-    let is_wanted = |pp: &u64| pins.pp.map_or(stages.contains(pp), |pin| pin == *pp);
+    let is_wanted = |pp: &u64| pins.degree(Family::Pipeline).map_or(stages.contains(pp), |pin| pin == *pp);
     let wanted = divisors(cluster.ranks()).into_iter().filter(is_wanted);
     Ok(wanted.flat_map(|pp| ways_of_stage(prepared, pp, cluster, request, pins)).collect())
 }
@@ -128,14 +131,16 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
     // are many nodes, so do tensor ranks within them.
     let is_scarce = batch.saturating_mul(if is_few { 1 } else { cluster.per_node }) < ranks || seq >= LONG;
     let opens_context = |cp: u64| cp == 1 || ((all || is_scarce) && is_long(cp)) || needs_context;
-    let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
-    let stores_parts = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
+    let [ring, ulysses] = [Family::Ring, Family::Ulysses].map(|family| pins.product(&[family]));
+    let stores_parts = pins.product(&[Family::Fsdp]) > 1;
+    let [pinned_tp, pinned_cp, pinned_ep] =
+        [Family::Tensor, Family::Context, Family::Expert].map(|family| pins.degree(family));
     let in_attention = attention_sizes(prepared);
     let has_rings = Feature::Ring.is_open(false, request.scope, prepared.target);
     let mut ways = Vec::new();
     for tp in divisors(ranks) {
-        let is_pinned = pins.tp == Some(tp) || (pins.tp.is_none() && pins.dp.is_some());
-        if pins.tp.is_some_and(|pin| pin != tp) || (!is_pinned && tp > widest) {
+        let is_pinned = pinned_tp == Some(tp) || (pinned_tp.is_none() && pins.fixes(&[Family::Data]));
+        if pinned_tp.is_some_and(|pin| pin != tp) || (!is_pinned && tp > widest) {
             continue;
         }
         let splits = splits(prepared, tp, pins);
@@ -145,13 +150,13 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
             let context = cp * ring * ulysses;
             let is_kept = (ranks / tp).is_multiple_of(context) && seq.is_multiple_of(if seq > 1 { context } else { 1 });
             let opens = cp == 1 || (is_near && opens_context(cp));
-            if !pins.cp.map_or(opens, |pin| pin == cp) || !is_kept {
+            if !pinned_cp.map_or(opens, |pin| pin == cp) || !is_kept {
                 continue;
             }
             let data = ranks / (tp * context);
             for ep in divisors(data) {
                 let has = ep == 1 || divides_experts(prepared, ep);
-                if !has || pins.ep.is_some_and(|pin| pin != ep) || !batch.is_multiple_of(data) {
+                if !has || pinned_ep.is_some_and(|pin| pin != ep) || !batch.is_multiple_of(data) {
                     continue;
                 }
                 let stored = stored(cluster, data / ep, tp * context * ep, (pp > 1, pins));
@@ -163,12 +168,14 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                     Way { pp, data, ep, stored, is_pinned: stores_parts, context, tp }
                 };
                 for cp in contexts(&in_attention, cp, pins) {
-                    let (ring, ulysses) = (axes(pins, "ring", ring), axes(pins, "ulysses", ulysses));
-                    ways.push(way(vec![("ring", ring), ("ulysses", ulysses), ("cp", cp)]));
+                    let pinned = |family: Family| pins.axes.get(&family).cloned().unwrap_or_default();
+                    let around = [Family::Ring, Family::Ulysses].map(|family| (family, pinned(family)));
+                    ways.push(way([around.to_vec(), vec![(Family::Context, cp)]].concat()));
                 }
                 if has_rings {
                     let heads = ringed_heads(&in_attention, cp, pins).into_iter();
-                    ways.extend(heads.map(|heads| way(vec![("ring", vec![cp / heads]), ("ulysses", vec![heads])])));
+                    let around = |heads: u64| vec![(Family::Ring, vec![cp / heads]), (Family::Ulysses, vec![heads])];
+                    ways.extend(heads.map(|heads| way(around(heads))));
                 }
             }
         }
@@ -179,14 +186,15 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
 /// Whether the model and its sequence can be divided as is pinned.
 fn check(prepared: &Prepared<'_>, request: &Request, pins: &Pins) -> Result<(), PlanError> {
     let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
-    for (name, pin) in [("cp", pins.cp), ("ring", pins.ring), ("ulysses", pins.ulysses)] {
-        if let Some(degree) = pin.filter(|degree| request.seq > 0 && !request.seq.is_multiple_of(*degree)) {
+    for family in Family::CONTEXT {
+        let does_not_divide = |degree: &u64| request.seq > 0 && !request.seq.is_multiple_of(*degree);
+        if let Some(degree) = pins.degree(family).filter(does_not_divide) {
             let seq = request.seq;
             let message = format!("{degree} does not divide the sequence of {seq}; use a divisor of it");
-            return fail(format!("{name}={degree}"), message);
+            return fail(format!("{family}={degree}"), message);
         }
     }
-    if let Some(ep) = pins.ep.filter(|ep| *ep > 1 && !divides_experts(prepared, *ep)) {
+    if let Some(ep) = pins.degree(Family::Expert).filter(|ep| *ep > 1 && !divides_experts(prepared, *ep)) {
         let sizes = expert_sizes(prepared);
         let message = match sizes.first() {
             None => "the model has no experts; leave it out".to_string(),
@@ -212,12 +220,13 @@ fn divides_experts(prepared: &Prepared<'_>, ep: u64) -> bool {
 /// Over how many of `copies` ranks, `stride` apart, parameters may be stored: over all, and where there are
 /// several nodes over those of one or of a few, so that gathers stay inside (HSDP).
 fn stored(cluster: &Cluster, copies: u64, stride: u64, (is_staged, pins): (bool, &Pins)) -> Vec<u64> {
-    if let Some(inner) = pins.fsdp {
+    let [dp, fsdp] = [Family::Data, Family::Fsdp].map(|family| pins.degree(family));
+    if let Some(inner) = fsdp {
         let inner = if inner == 1 { copies } else { inner };
-        let is_kept = pins.dp.is_none_or(|dp| pins.fsdp == Some(1) && dp == copies || dp * inner == copies);
+        let is_kept = dp.is_none_or(|dp| fsdp == Some(1) && dp == copies || dp * inner == copies);
         return if copies.is_multiple_of(inner) && is_kept { vec![inner] } else { Vec::new() };
     }
-    if let Some(dp) = pins.dp {
+    if let Some(dp) = dp {
         return if dp == copies { vec![copies] } else { Vec::new() };
     }
     // Among the ranks of a node, and of a few nodes: a ring of all has as many hops as there are nodes.
@@ -233,11 +242,6 @@ fn stored(cluster: &Cluster, copies: u64, stride: u64, (is_staged, pins): (bool,
     inner
 }
 
-/// A degree as the axes it is pinned to be, or as one.
-fn axes(pins: &Pins, family: &str, degree: u64) -> Vec<u64> {
-    pins.axes.get(family).cloned().unwrap_or(vec![degree])
-}
-
 /// The sizes that attention may divide, its heads among them.
 fn attention_sizes(prepared: &Prepared<'_>) -> Vec<u64> {
     let classes = prepared.folded.classes.iter().zip(&prepared.rules);
@@ -249,7 +253,7 @@ fn attention_sizes(prepared: &Prepared<'_>) -> Vec<u64> {
 /// The ways to make a context degree of axes: as pinned; else one axis, and two where attention can divide its heads by
 /// the second alone: as many as heads take, or near-equal ones where the degree is large.
 fn contexts(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
-    if let Some(axes) = pins.axes.get("cp") {
+    if let Some(axes) = pins.several(Family::Context) {
         return vec![axes.clone()];
     }
     let mut all = vec![vec![cp]];
@@ -265,7 +269,7 @@ fn contexts(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
 /// The heads that attention may divide over a part of a context degree whose rest goes round a ring, where ranks outnumber
 /// them. Axes that may be either are found one by one, and what is good for the one may leave too few heads for the other.
 fn ringed_heads(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<u64> {
-    let is_free = [pins.cp, pins.ring, pins.ulysses].iter().all(Option::is_none);
+    let is_free = !pins.fixes(&Family::CONTEXT);
     let outnumbered = |size: &&u64| is_free && **size > 1 && **size < cp && cp.is_multiple_of(**size);
     let heads: BTreeSet<u64> = sizes.iter().filter(outnumbered).copied().collect();
     heads.into_iter().collect()
@@ -285,7 +289,7 @@ fn square(degree: u64) -> Option<Vec<u64>> {
 /// factor divides only in part (two key/value heads over four ranks), so that it can take one of them
 /// ([`joined`] to a few), and two near-equal axes where the degree is large.
 fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
-    if let Some(axes) = pins.axes.get("tp") {
+    if let Some(axes) = pins.several(Family::Tensor) {
         return vec![axes.clone()];
     }
     let mut pieces = Vec::new();
@@ -358,7 +362,7 @@ mod tests {
             ep: 1,
             stored: vec![4],
             is_pinned: false,
-            context: vec![("cp", context.to_vec())],
+            context: vec![(Family::Context, context.to_vec())],
             tp: vec![vec![1]],
         };
         let of = |context: &[u64], pins: &str| {

@@ -24,7 +24,7 @@ use crate::shard::place::{choices_of, place_axes};
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use elsewhere::elsewhere;
 use shardc_ir::plan::Prediction;
-use shardc_ir::{AxisId, Bytes, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
+use shardc_ir::{AxisId, Bytes, Choice, Family, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use elsewhere::Elsewhere;
@@ -130,7 +130,7 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let work = model_work(&graph, paced);
     let recompute = Pins::chosen(plan).recompute.unwrap_or(Recompute::None);
     let is_shared = !copy_axes(&plan.mesh).is_empty();
-    let has_parts = !plan.mesh.family("fsdp").is_empty();
+    let has_parts = !plan.mesh.family(Family::Fsdp).is_empty();
     let stages = if has_parts { 1..=3 } else { 0..=if is_shared { 3 } else { 0 } };
     why.stages = stages.map(|zero| (zero, shape.predict(&placed, 0, zero, recompute, work))).collect();
     Ok(why)

@@ -173,13 +173,13 @@ mod tests {
     use super::*;
     use crate::search::Degrees;
     use crate::search_tests::{SMALL, llama};
-    use shardc_ir::{DType, Strategy};
+    use shardc_ir::{DType, Family, Strategy};
 
     /// What a choice does along its axis is what shardings say, whatever other axes do.
     #[test]
     fn layouts_along_an_axis_are_those_of_shardings() {
         let graph = llama(SMALL, DType::Bf16);
-        let mesh = Degrees::new(8).with("dp", &[2]).with("tp", &[2, 2]).mesh(16);
+        let mesh = Degrees::new(8).with(Family::Data, &[2]).with(Family::Tensor, &[2, 2]).mesh(16);
         let axes: Vec<AxisId> = mesh.ids().collect();
         let mut seen = 0;
         for (id, _) in graph.nodes() {

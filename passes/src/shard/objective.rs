@@ -16,7 +16,7 @@ use crate::search::bound::sharing::{Filling, Sharing};
 use crate::search::estimate::liveness::AtTurn;
 use crate::search::estimate::storage::{kind_under, stored_type};
 use shardc_ir::ops::{Op, OpDef, Update};
-use shardc_ir::{AxisId, Choice, EntityRef, Mesh, Role, Strategy};
+use shardc_ir::{AxisId, Choice, EntityRef, Family, Mesh, Role, Strategy};
 
 /// What is to be the least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -330,7 +330,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
         let bytes = |list: &[u64], index: usize| list.get(index).map_or(0.0, |bytes| *bytes as f64);
         let kind = kind_under(mesh, strategy);
         // Which ranks talk is known where the axes of experts are placed.
-        let is_known = is_whole || mesh.family("ep").is_empty();
+        let is_known = is_whole || mesh.family(Family::Expert).is_empty();
         let (seconds, kept) = match op {
             op if op.update().is_some() => {
                 let gradient = bytes(&local.operands, Update::GRADIENT);

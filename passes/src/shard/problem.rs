@@ -195,7 +195,7 @@ impl<'a, 'b> Problem<'a, 'b> {
 
     /// The choices of a class on this axis.
     fn domain(&self, class: usize) -> Vec<Choice> {
-        let family = self.placed.mesh.axis(self.axis).family();
+        let family = self.placed.mesh.axis(self.axis).family;
         let (rule, given) = (&self.prepared.rules[class], &self.strategies[class]);
         if self.objective.beside().parts > 1.0 {
             // Axes that are not placed may make legal what is not by itself.

@@ -7,7 +7,7 @@ use crate::lower::lower_rank;
 use crate::search_tests::{SMALL, Sizes, plan};
 use crate::seeded_bug_tests::ahead::Brings;
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{AxisKind, DType, Diagnostics, Graph, NoScratch, Op, Plan, Program, TensorType, verify};
+use shardc_ir::{DType, Diagnostics, Family, Graph, NoScratch, Op, Plan, Program, TensorType, verify};
 
 fn simulated(plan: &Plan, cluster: &str, conditions: &Conditions) -> Simulated {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
@@ -222,7 +222,7 @@ program rank 1 of 2 {
 fn messages_are_rendezvous() {
     let programs = Program::parse_all(STAGES).unwrap();
     let mut plan = Plan::default();
-    let pp = plan.mesh.push("pp", 2, AxisKind::Space);
+    let pp = plan.mesh.push(Family::Pipeline, 2);
     let cluster = Cluster::parse("h100:2", "h200").unwrap();
     let simulated = simulate(&programs, &[pp], &plan, &cluster, &Conditions::default()).unwrap();
     let [first, second] = &simulated.ranks[..] else { panic!("{} classes", simulated.ranks.len()) };

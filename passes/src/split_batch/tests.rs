@@ -7,7 +7,7 @@ use crate::search_tests::{SMALL, Sizes, llama, plan, request};
 use crate::simulate::{Conditions, Simulated, predict, simulate};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::view::is_view;
-use shardc_ir::{DType, NoScratch, Op, Plan, Program, verify};
+use shardc_ir::{DType, Family, NoScratch, Op, Plan, Program, verify};
 
 const TINY: Sizes = Sizes { layers: 2, batch: 16, seq: 8, hidden: 64, heads: 8, kv: 4, ffn: 128, vocab: 64 };
 
@@ -59,7 +59,7 @@ fn stages_in_chunks_are_shown_to_compute_their_graph() {
 fn simulated(plan: &Plan, cluster: &str) -> (Simulated, Program) {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let verified = verify::plan(plan).unwrap();
-    let apart = plan.mesh.family("pp");
+    let apart = plan.mesh.family(Family::Pipeline);
     let firsts = (0..plan.mesh.ranks()).filter(|rank| rank % (plan.mesh.ranks() / plan.stages()) == 0);
     let mut programs: Vec<Program> = firsts.map(|rank| lower_rank(&verified, rank, &NoScratch).unwrap()).collect();
     let simulated = simulate(&programs, &apart, plan, &cluster, &Conditions::default()).unwrap();

@@ -101,7 +101,7 @@ impl Arrangement {
 
     fn expect_copies(&self, axis: AxisId, mesh: &Mesh) -> Result<(), String> {
         match self.axes().find(|other| *other == axis) {
-            Some(axis) => Err(format!("its coordinates on `{}` do not hold copies", mesh.axis(axis).name)),
+            Some(axis) => Err(format!("its coordinates on `{}` do not hold copies", mesh.axis(axis).name())),
             None => Ok(()),
         }
     }
@@ -163,7 +163,7 @@ impl Arrangement {
         let mut digits = Vec::with_capacity(axes.len() + self.digits.len());
         for axis in axes {
             let Some(at) = self.spread.iter().position(|(other, ..)| other == axis) else {
-                return Err(format!("it is not divided over `{}`", mesh.axis(*axis).name));
+                return Err(format!("it is not divided over `{}`", mesh.axis(*axis).name()));
             };
             let (_, dim, stride) = self.spread.remove(at);
             digits.push(Digit { dim, stride, size: mesh.size(*axis) });
@@ -175,7 +175,7 @@ impl Arrangement {
 
     fn expect_whole(&self, axes: &[AxisId], mesh: &Mesh) -> Result<(), String> {
         match axes.iter().find(|axis| self.partial_over(**axis).is_some()) {
-            Some(axis) => Err(format!("it is a partial value over `{}`", mesh.axis(*axis).name)),
+            Some(axis) => Err(format!("it is a partial value over `{}`", mesh.axis(*axis).name())),
             None => Ok(()),
         }
     }
@@ -191,7 +191,7 @@ impl Arrangement {
     /// After an all-reduce.
     pub fn reduced(&self, axes: &[AxisId], kind: ReduceKind, mesh: &Mesh) -> Result<Self, String> {
         for axis in axes {
-            let name = &mesh.axis(*axis).name;
+            let name = &mesh.axis(*axis).name();
             match self.partial_over(*axis) {
                 Some(known) if known == kind => {}
                 Some(known) => return Err(format!("its terms over `{name}` combine by {}", known.name())),
@@ -292,7 +292,7 @@ impl Arrangement {
         for (dim, size) in shape.iter().enumerate() {
             let mut axes: Vec<_> = self.spread.iter().filter(|(_, other, _)| *other == dim).collect();
             axes.sort_by_key(|(_, _, stride)| std::cmp::Reverse(*stride));
-            let names: Vec<_> = axes.iter().map(|(axis, ..)| mesh.axis(*axis).name.as_str()).collect();
+            let names: Vec<_> = axes.iter().map(|(axis, ..)| mesh.axis(*axis).name()).collect();
             let at = if names.is_empty() { "" } else { "@" };
             dims.push(format!("{size}{at}{}", names.join(".")));
         }
@@ -307,12 +307,12 @@ impl Arrangement {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::AxisKind;
+    use crate::mesh::Family;
 
     #[test]
     fn collectives_around_an_inner_dimension_lead_to_the_layout_they_are_for() {
         let mut mesh = Mesh::default();
-        let (dp, tp) = (mesh.push("dp", 2, AxisKind::Space), mesh.push("tp", 3, AxisKind::Space));
+        let (dp, tp) = (mesh.push(Family::Data, 2), mesh.push(Family::Tensor, 3));
         let shape = [4, 6, 5];
         let layout = |dims: [&[AxisId]; 3], partial: &[AxisId]| {
             let mut sharding = Sharding { dims: dims.iter().map(|axes| axes.to_vec()).collect(), partial: Vec::new() };
@@ -348,7 +348,7 @@ mod tests {
     #[test]
     fn zeros_behind_uneven_parts_are_cut_off_and_put_there_where_a_dimension_ends_alone() {
         let mut mesh = Mesh::default();
-        let (tp, dp) = (mesh.push("tp", 2, AxisKind::Space), mesh.push("dp", 3, AxisKind::Space));
+        let (tp, dp) = (mesh.push(Family::Tensor, 2), mesh.push(Family::Data, 3));
         let shape = [16, 5];
         let layout = |dims: [&[AxisId]; 2], partial: &[AxisId]| {
             let mut sharding = Sharding { dims: dims.iter().map(|axes| axes.to_vec()).collect(), partial: Vec::new() };

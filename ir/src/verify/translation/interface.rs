@@ -4,6 +4,7 @@
 use crate::diagnostic::Diagnostics;
 use crate::entity::ValueId;
 use crate::graph::OutputKind;
+use crate::mesh::Family;
 use crate::ops::Op;
 use crate::plan::Plan;
 use crate::program::{Feed, Program, Slot};
@@ -141,6 +142,6 @@ fn check_outputs(plan: &Plan, program: &Program, found: &mut Diagnostics) {
 fn is_home(plan: &Plan, leaf: ValueId, rank: u64) -> bool {
     let chunk = plan.pipeline.chunks[plan.graph.value(leaf).def];
     let home = chunk.map(|chunk| plan.pipeline.stage_of(chunk, plan.stages()));
-    let group = plan.mesh.group(rank, &plan.mesh.family("pp"));
+    let group = plan.mesh.group(rank, &plan.mesh.family(Family::Pipeline));
     home.is_none_or(|stage| group.get(stage as usize) == Some(&rank))
 }

@@ -52,7 +52,7 @@ mod sums;
 use super::plan::VerifiedPlan;
 use super::program::check_each;
 use crate::diagnostic::Diagnostics;
-use crate::mesh::{AxisId, Mesh};
+use crate::mesh::{AxisId, Family, Mesh};
 use crate::program::Program;
 use stages::{Walk, walk};
 use std::ops::AddAssign;
@@ -99,7 +99,7 @@ pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tra
         found.push(format!("rank {}", program.rank), message);
     }
     found.finish(())?;
-    let (axes, mut programs) = (mesh.family("pp"), expand::expand(programs));
+    let (axes, mut programs) = (mesh.family(Family::Pipeline), expand::expand(programs));
     let stage_of = |program: &Program| mesh.group(program.rank, &axes).iter().position(|rank| *rank == program.rank);
     if !programs.is_sorted_by_key(stage_of) {
         programs.to_mut().sort_by_key(stage_of);
@@ -127,7 +127,7 @@ pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tra
 /// Ranks that tell the axes of a mesh apart: of each stage of a pipeline the first, the last, and per axis the
 /// one that is second on it and first on all others.
 pub fn cover(mesh: &Mesh) -> Vec<u64> {
-    let (stages, mut within) = (mesh.family("pp"), vec![0]);
+    let (stages, mut within) = (mesh.family(Family::Pipeline), vec![0]);
     let (mut stride, mut last) = (1, 0);
     let axes: Vec<AxisId> = mesh.ids().filter(|axis| !mesh.is_time(*axis)).collect();
     for axis in axes.into_iter().rev() {

@@ -10,7 +10,7 @@ use crate::search::estimate::beside::{BUCKET, Loop};
 use crate::search::estimate::storage::{Copies, Storage, inner, stored_dim};
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::ops::Update;
-use shardc_ir::{EntityRef, Mesh, Strategy};
+use shardc_ir::{EntityRef, Family, Mesh, Strategy};
 
 /// How many collectives of the data ranks there are at least, whatever a busy wire counts.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,7 +24,7 @@ pub struct Collectives {
 impl Collectives {
     /// Counts them for a stage on a mesh that differs from the placed one at most in how data ranks store.
     pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, stored: &Mesh, zero: u64) -> Self {
-        if stored.degree("ep") > 1 {
+        if stored.degree(Family::Expert) > 1 {
             return Self::default();
         }
         let parts = most(zero, inner(stored), stored, &Strategy::default());
@@ -73,7 +73,7 @@ pub struct Sharing {
 impl Sharing {
     /// Less than what any way to store costs, where these are the most ranks that store one copy.
     pub fn least(mesh: &Mesh) -> Self {
-        let inner = mesh.degree("dp") * mesh.degree("fsdp");
+        let inner = mesh.degree(Family::Data) * mesh.degree(Family::Fsdp);
         let none = [0.0; 2];
         Self {
             zero: 3,
@@ -95,7 +95,7 @@ impl Sharing {
         let storage = Storage::new(stored, cluster);
         let (times, is_many) = (placed.microbatches as f64, placed.microbatches > 1);
         let beside = (1.0 - busy) * loss + busy;
-        let is_stage = stored.degree("pp") > 1;
+        let is_stage = stored.degree(Family::Pipeline) > 1;
         // What is done once in a step runs beside one microbatch; in a pipeline, beside none.
         let once = if is_many && is_stage { 1.0 } else { beside };
         let reduce = if zero < 2 { once } else { beside * times };

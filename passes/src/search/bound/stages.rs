@@ -12,7 +12,7 @@ use super::sharing::{Collectives, Filling, Sharing};
 use super::{Relaxed, highest, of_way, scaled};
 use crate::cost::overlap::spread;
 use crate::shard::tensor::{Placed, Prepared};
-use shardc_ir::Mesh;
+use shardc_ir::{Family, Mesh};
 
 /// As [`least`](super::least), of pipelines, if they take no more seconds than are asked about.
 pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InStages<'_>) -> f64 {
@@ -96,7 +96,7 @@ pub struct Order {
 impl Order {
     /// What no order of this kind avoids in a step of so many seconds at the most.
     fn filling(self, placed: &Placed<'_>, limit: f64) -> Filling {
-        let (microbatches, others) = (placed.microbatches as f64, placed.mesh.degree("pp") as f64 - 1.0);
+        let (microbatches, others) = (placed.microbatches as f64, placed.mesh.degree(Family::Pipeline) as f64 - 1.0);
         let rate = microbatches * spread(placed.cluster.ranks()) / limit;
         Filling { share: self.waits * others / microbatches, rate, splits_backward: self.splits_backward }
     }

@@ -3,20 +3,16 @@
 
 use super::pins::Pins;
 use crate::search::error::PlanError;
-use shardc_ir::{AxisKind, Mesh};
-
-/// The families of axes over ranks, outermost first: neighbours in the mesh are near in the cluster, so
-/// what talks most is innermost.
-pub const FAMILIES: [&str; 8] = ["pp", "dp", "fsdp", "ep", "ring", "ulysses", "cp", "tp"];
+use shardc_ir::{Family, Mesh};
 
 /// Families that a choice names even where they have one coordinate.
-const ALWAYS_NAMED: [&str; 2] = ["dp", "tp"];
+const ALWAYS_NAMED: [Family; 2] = [Family::Data, Family::Tensor];
 
 /// The degrees of one candidate; a family that is not given has one coordinate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Degrees {
-    /// Per family of [`FAMILIES`], the sizes of its axes, none of size 1.
-    sizes: [Vec<u64>; FAMILIES.len()],
+    /// Per family over ranks, the sizes of its axes, none of size 1.
+    sizes: [Vec<u64>; Family::ALL.len()],
     /// Sequences per data rank per microbatch.
     pub microbatch: u64,
 }
@@ -28,10 +24,8 @@ impl Degrees {
     }
 
     /// The same with a family divided over axes of these sizes.
-    pub fn with(mut self, family: &str, sizes: &[u64]) -> Self {
-        if let Some(index) = FAMILIES.iter().position(|known| *known == family) {
-            self.sizes[index] = sizes.iter().copied().filter(|size| *size > 1).collect();
-        }
+    pub fn with(mut self, family: Family, sizes: &[u64]) -> Self {
+        self.sizes[family as usize] = sizes.iter().copied().filter(|size| *size > 1).collect();
         self
     }
 
@@ -41,17 +35,14 @@ impl Degrees {
     /// A text that is no choice.
     pub fn of_choice(choice: &str) -> Result<Self, PlanError> {
         let pins = Pins::parse(choice)?;
-        let with = |degrees: Self, (family, degree): (&'static str, Option<u64>)| {
-            let sizes = pins.axes.get(family).cloned().unwrap_or_else(|| degree.into_iter().collect());
-            degrees.with(family, &sizes)
-        };
-        Ok(pins.degrees().into_iter().fold(Self::new(pins.microbatch.unwrap_or(1)), with))
+        let own = Self::new(pins.microbatch.unwrap_or(1));
+        Ok(pins.axes.iter().fold(own, |degrees, (family, sizes)| degrees.with(*family, sizes)))
     }
 
     /// On twice as many ranks: with twice the data ranks, which take as many sequences at a time or half of them; or
     /// with one of the other families twice as wide, in its axes or in one more.
     pub fn doubled(&self) -> Vec<Self> {
-        let wider = |family: &str| {
+        let wider = |family: Family| {
             let mut sizes = self.sizes(family).to_vec();
             sizes.sort_unstable();
             match sizes.first_mut() {
@@ -61,12 +52,12 @@ impl Degrees {
             sizes.sort_unstable_by(|a, b| b.cmp(a));
             self.clone().with(family, &sizes)
         };
-        let with_axis = |family: &str| self.clone().with(family, &[self.sizes(family), &[2]].concat());
-        let is_open = |family: &&&str| **family == "dp" || self.degree(family) > 1;
-        let mut list: Vec<Self> = FAMILIES.iter().filter(is_open).map(|family| wider(family)).collect();
-        list.extend(FAMILIES.iter().filter(|family| self.sizes(family).len() > 1).map(|family| with_axis(family)));
+        let with_axis = |family: Family| self.clone().with(family, &[self.sizes(family), &[2]].concat());
+        let is_open = |family: &Family| *family == Family::Data || self.degree(*family) > 1;
+        let mut list: Vec<Self> = Family::ALL.into_iter().filter(is_open).map(wider).collect();
+        list.extend(Family::ALL.into_iter().filter(|family| self.sizes(*family).len() > 1).map(with_axis));
         if self.microbatch.is_multiple_of(2) {
-            list.push(Self { microbatch: self.microbatch / 2, ..wider("dp") });
+            list.push(Self { microbatch: self.microbatch / 2, ..wider(Family::Data) });
         }
         list
     }
@@ -77,12 +68,12 @@ impl Degrees {
     }
 
     /// The sizes of a family's axes.
-    pub fn sizes(&self, family: &str) -> &[u64] {
-        FAMILIES.iter().position(|known| *known == family).map_or(&[], |index| &self.sizes[index])
+    pub fn sizes(&self, family: Family) -> &[u64] {
+        &self.sizes[family as usize]
     }
 
     /// The coordinates of a family, over all of its axes.
-    pub fn degree(&self, family: &str) -> u64 {
+    pub fn degree(&self, family: Family) -> u64 {
         self.sizes(family).iter().product()
     }
 
@@ -93,7 +84,7 @@ impl Degrees {
 
     /// The ranks among which the batch is divided.
     pub fn data(&self) -> u64 {
-        ["dp", "fsdp", "ep"].iter().map(|family| self.degree(family)).product()
+        Family::DATA.into_iter().map(|family| self.degree(family)).product()
     }
 
     /// The microbatches of a step of so many sequences.
@@ -105,21 +96,18 @@ impl Degrees {
     /// since they divide each data rank's sequences.
     pub fn mesh(&self, batch: u64) -> Mesh {
         let mut mesh = Mesh::default();
-        for (family, sizes) in FAMILIES.iter().zip(&self.sizes) {
-            for (index, size) in sizes.iter().enumerate() {
-                let name = if index == 0 { family.to_string() } else { format!("{family}_{index}") };
-                mesh.push(name, *size, AxisKind::Space);
-            }
-            let microbatches = self.microbatches(batch);
-            if *family == "fsdp" && microbatches > 1 {
-                mesh.push("mb", microbatches, AxisKind::Time);
+        for family in Family::ALL {
+            let microbatches = [self.microbatches(batch)];
+            let sizes = if family.is_time() { &microbatches } else { self.sizes(family) };
+            for size in sizes.iter().filter(|size| **size > 1) {
+                mesh.push(family, *size);
             }
         }
         mesh
     }
 
     /// One family as a pin would say it: `tp=2x2` over two axes, `cp=1` where it divides nothing.
-    pub fn pin(&self, family: &str) -> String {
+    pub fn pin(&self, family: Family) -> String {
         match self.sizes(family) {
             [] => format!("{family}=1"),
             sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
@@ -128,7 +116,7 @@ impl Degrees {
 
     /// The degrees as pins would say them: `dp=2,tp=4`, or `tp=2x2` over two axes.
     pub fn text(&self) -> String {
-        let named = FAMILIES.iter().filter(|family| self.degree(family) > 1 || ALWAYS_NAMED.contains(family));
+        let named = Family::ALL.into_iter().filter(|family| self.degree(*family) > 1 || ALWAYS_NAMED.contains(family));
         named.map(|family| self.pin(family)).collect::<Vec<_>>().join(",")
     }
 }
@@ -136,7 +124,7 @@ impl Degrees {
 /// The stages of ZeRO that are tried where parameters are stored in one way.
 pub(in crate::search) fn zero_stages(has_copies: bool, microbatches: u64, degrees: &Degrees, pins: &Pins) -> Vec<u64> {
     // Where every rank stores all there are no parts to have replicas of; with one microbatch stage 2 is stage 1.
-    let is_kept = |zero: u64| match (has_copies, degrees.degree("fsdp") > 1) {
+    let is_kept = |zero: u64| match (has_copies, degrees.degree(Family::Fsdp) > 1) {
         (false, _) => zero == 0,
         (true, has_parts) => (zero > 0 || !has_parts) && (zero != 2 || microbatches > 1),
     };
@@ -149,20 +137,20 @@ mod tests {
 
     #[test]
     fn the_mesh_and_the_text_follow() {
-        let degrees = Degrees::new(2).with("dp", &[4]).with("tp", &[2, 2]);
+        let degrees = Degrees::new(2).with(Family::Data, &[4]).with(Family::Tensor, &[2, 2]);
         assert_eq!(degrees.text(), "dp=4,tp=2x2");
         assert_eq!(degrees.mesh(32).to_string(), "dp=4,time mb=4,tp=2,tp_1=2");
-        assert_eq!(degrees.clone().with("pp", &[3]).text(), "pp=3,dp=4,tp=2x2");
-        let hybrid = Degrees::new(1).with("dp", &[2]).with("fsdp", &[4]).with("cp", &[3]);
+        assert_eq!(degrees.clone().with(Family::Pipeline, &[3]).text(), "pp=3,dp=4,tp=2x2");
+        let hybrid = Degrees::new(1).with(Family::Data, &[2]).with(Family::Fsdp, &[4]).with(Family::Context, &[3]);
         assert_eq!((hybrid.text().as_str(), hybrid.data()), ("dp=2,fsdp=4,cp=3,tp=1", 8));
         assert_eq!(hybrid.mesh(16).to_string(), "dp=2,fsdp=4,time mb=2,cp=3");
-        assert_eq!(Degrees::new(2).with("dp", &[1]).mesh(2).to_string(), "");
+        assert_eq!(Degrees::new(2).with(Family::Data, &[1]).mesh(2).to_string(), "");
         let of = |degrees: &Degrees| format!("{},zero=1,microbatch={}", degrees.text(), degrees.microbatch);
         for degrees in [degrees, hybrid] {
             assert_eq!(Degrees::of_choice(&of(&degrees)).unwrap(), degrees);
         }
         let doubled: Vec<String> =
-            Degrees::new(2).with("dp", &[2]).with("tp", &[4, 2]).doubled().iter().map(of).collect();
+            Degrees::new(2).with(Family::Data, &[2]).with(Family::Tensor, &[4, 2]).doubled().iter().map(of).collect();
         assert_eq!(
             doubled,
             [

@@ -3,9 +3,9 @@
 use super::offload::{Offload, Offloads};
 use crate::search::error::PlanError;
 
-use shardc_ir::Plan;
 use shardc_ir::pipeline::{self, Schedule};
 use shardc_ir::units::counted;
+use shardc_ir::{Family, Plan};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -85,31 +85,27 @@ impl fmt::Display for Recompute {
     }
 }
 
-/// The most axes of one family.
+/// The families that divide what all samples share or what one has; they may be pinned to have several axes.
+const INNER: [Family; 4] = [Family::Ring, Family::Ulysses, Family::Context, Family::Tensor];
+
+/// The most axes of one of them.
 const MOST_AXES: usize = 4;
+
+/// Reads the sizes of several axes of one family: `2x4`.
+fn sizes(text: &str) -> Result<Vec<u64>, String> {
+    let sizes = text.split('x').map(|size| size.parse::<u64>().ok().filter(|size| *size > 1));
+    let sizes = sizes.collect::<Option<Vec<u64>>>().filter(|sizes| sizes.len() <= MOST_AXES);
+    let is_countable = |sizes: &Vec<u64>| sizes.iter().try_fold(1u64, |all, size| all.checked_mul(*size)).is_some();
+    sizes.filter(is_countable).ok_or_else(|| format!("`{text}` is not a product of sizes above 1, as 2x4 is"))
+}
 
 /// What is fixed; all else is searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pins {
-    /// Data ranks.
-    pub dp: Option<u64>,
-    /// Ranks of a replica among which parameters are stored; 1 for no replicas of parts.
-    pub fsdp: Option<u64>,
-    /// Ranks among which experts are divided.
-    pub ep: Option<u64>,
-    /// Ranks among which the sequence is divided: in attention in any way, by a ring, or as heads.
-    pub cp: Option<u64>,
-    /// See `cp`.
-    pub ring: Option<u64>,
-    /// See `cp`.
-    pub ulysses: Option<u64>,
-    /// Tensor ranks.
-    pub tp: Option<u64>,
-    /// The sizes of the axes of families that are to have several: `tp=2x4`.
-    pub axes: BTreeMap<&'static str, Vec<u64>>,
-    /// Pipeline stages.
-    pub pp: Option<u64>,
-    /// The order of their microbatches.
+    /// The sizes of the axes of families, each at least 1: one, or several as of `tp=2x4`. With `fsdp=1` there are no
+    /// replicas of parts.
+    pub axes: BTreeMap<Family, Vec<u64>>,
+    /// The order in which the stages of a pipeline run their microbatches.
     pub schedule: Option<Schedule>,
     /// Chunks of each stage.
     pub virtual_stages: Option<u64>,
@@ -144,8 +140,8 @@ impl Pins {
     }
 
     /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4,overlap_chunks=2`; an
-    /// empty text fixes nothing. The other families of [`FAMILIES`](crate::search::choice::degrees::FAMILIES) are pinned like `dp`; a
-    /// product such as `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
+    /// empty text fixes nothing. The other families over ranks ([`Family`]) are pinned like `dp`; a product such as `tp=2x4`
+    /// makes several axes. `offload` is read by [`Offload::parse`].
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
         if text.trim().is_empty() {
@@ -168,15 +164,16 @@ impl Pins {
                 0 => Err(pin("it must be at least 1".to_string())),
                 value => Ok(value),
             };
+            if let Some(family) = Family::from_name(name).filter(|family| !family.is_time()) {
+                if pins.axes.contains_key(&family) {
+                    return Err(pin(format!("`{name}` is pinned twice")));
+                }
+                let has_several = INNER.contains(&family) && value.contains('x');
+                let sizes = if has_several { sizes(value).map_err(pin)? } else { vec![positive()?] };
+                pins.axes.insert(family, sizes);
+                continue;
+            }
             let slot = match name {
-                "dp" => &mut pins.dp,
-                "fsdp" => &mut pins.fsdp,
-                "ep" => &mut pins.ep,
-                "cp" => &mut pins.cp,
-                "ring" => &mut pins.ring,
-                "ulysses" => &mut pins.ulysses,
-                "tp" => &mut pins.tp,
-                "pp" => &mut pins.pp,
                 "virtual" => &mut pins.virtual_stages,
                 "in_flight" => &mut pins.in_flight,
                 "delayed" => &mut pins.delayed,
@@ -243,25 +240,37 @@ impl Pins {
             if slot.is_some() {
                 return Err(pin(format!("`{name}` is pinned twice")));
             }
-            let family = ["ring", "ulysses", "cp", "tp"].into_iter().find(|family| *family == name);
-            *slot = Some(match family.filter(|_| value.contains('x')) {
-                Some(family) => {
-                    let sizes = value.split('x').map(|size| size.parse::<u64>().ok().filter(|size| *size > 1));
-                    let sizes: Option<Vec<u64>> = sizes.collect();
-                    let wrong = || pin(format!("`{value}` is not a product of sizes above 1, as 2x4 is"));
-                    let sizes = sizes.filter(|sizes| sizes.len() <= MOST_AXES).ok_or_else(wrong)?;
-                    let product = sizes.iter().try_fold(1u64, |all, size| all.checked_mul(*size)).ok_or_else(wrong)?;
-                    pins.axes.insert(family, sizes);
-                    product
-                }
-                None if name == "zero" => number()?,
-                None => positive()?,
-            });
+            *slot = Some(if name == "zero" { number()? } else { positive()? });
         }
         if pins.zero.is_some_and(|zero| zero > 3) {
             return Err(PlanError::Pin { pin: text.to_string(), message: "ZeRO has stages 0 to 3".to_string() });
         }
         Ok(pins)
+    }
+
+    /// The degree of a family, if it is pinned.
+    pub fn degree(&self, family: Family) -> Option<u64> {
+        self.axes.get(&family).map(|sizes| sizes.iter().product())
+    }
+
+    /// The sizes of the axes of a family that is pinned to have several.
+    pub fn several(&self, family: Family) -> Option<&Vec<u64>> {
+        self.axes.get(&family).filter(|sizes| sizes.len() > 1)
+    }
+
+    /// The degrees that are pinned.
+    pub fn degrees(&self) -> impl Iterator<Item = (Family, u64)> {
+        self.axes.iter().map(|(family, sizes)| (*family, sizes.iter().product()))
+    }
+
+    /// The ranks that some families have together, as far as they are pinned.
+    pub fn product(&self, families: &[Family]) -> u64 {
+        families.iter().filter_map(|family| self.degree(*family)).fold(1, u64::saturating_mul)
+    }
+
+    /// Whether the degree of one of some families is pinned.
+    pub fn fixes(&self, families: &[Family]) -> bool {
+        families.iter().any(|family| self.axes.contains_key(family))
     }
 
     /// What is pinned to lie away from the devices.
@@ -285,15 +294,14 @@ impl Pins {
     pub fn opens_stages(&self) -> bool {
         let has_chunks =
             self.virtual_stages.is_some_and(|pin| pin > 1) || self.in_flight.is_some() || self.delayed.is_some();
-        self.pp.map_or(self.schedule.is_some() || has_chunks, |pin| pin > 1)
+        self.degree(Family::Pipeline).map_or(self.schedule.is_some() || has_chunks, |pin| pin > 1)
     }
 
     /// Whether all ranks may be data ranks, but those that are pinned to be something else, in microbatches as large as is
     /// pinned.
     pub fn leaves_data(&self, ranks: u64, batch: u64) -> bool {
-        let product = |pins: [Option<u64>; 4]| pins.into_iter().flatten().fold(1, u64::saturating_mul);
-        let open = ranks / product([self.tp, self.cp, self.ring, self.ulysses]).max(1);
-        let is_pinned = self.dp.is_none_or(|_| product([self.dp, self.fsdp, self.ep, None]) >= open);
+        let open = ranks / self.product(&INNER);
+        let is_pinned = !self.fixes(&[Family::Data]) || self.product(&Family::DATA) >= open;
         let samples = open.saturating_mul(self.microbatch.unwrap_or(1));
         is_pinned && batch.is_multiple_of(ranks) && batch.is_multiple_of(samples)
     }
@@ -301,7 +309,8 @@ impl Pins {
     /// Whether what is pinned of a pipeline fits together.
     fn check_stages(&self) -> Result<(), PlanError> {
         let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
-        if let (Some(1), Some(schedule)) = (self.pp, self.schedule) {
+        let pinned = self.degree(Family::Pipeline);
+        if let (Some(1), Some(schedule)) = (pinned, self.schedule) {
             let message = "a schedule is that of pipeline stages; pin pp above 1, or leave it out".to_string();
             return fail(format!("pp=1,schedule={}", schedule.name()), message);
         }
@@ -314,10 +323,10 @@ impl Pins {
             ("stage_offload", "offload", self.stage_offload.len() as u64),
         ];
         for (name, of_all, named) in named.into_iter().filter(|(_, _, named)| *named > 0) {
-            if self.pp == Some(named) && named > 1 {
+            if pinned == Some(named) && named > 1 {
                 continue;
             }
-            let message = match self.pp {
+            let message = match pinned {
                 Some(1) => format!("it is of pipeline stages, and pp=1 has none; pin {of_all} instead"),
                 Some(stages) => format!("it names {named} of the {stages} stages of pp={stages}; name one for each"),
                 None if named == 1 => "it names one stage; name one for each stage, and pin pp with it".to_string(),
@@ -344,7 +353,7 @@ impl Pins {
         ];
         for (name, chunks, check) in limits {
             let Some(chunks) = chunks else { continue };
-            if self.pp == Some(1) {
+            if pinned == Some(1) {
                 let message = "it is of a pipeline; pin pp above 1, or leave it out".to_string();
                 return fail(format!("pp=1,{name}={chunks}"), message);
             }
@@ -353,7 +362,7 @@ impl Pins {
             }
         }
         let Some(chunks) = self.virtual_stages else { return Ok(()) };
-        if self.pp == Some(1) && chunks > 1 {
+        if pinned == Some(1) && chunks > 1 {
             let message = "several chunks are those of a pipeline stage; pin pp above 1, or leave it out".to_string();
             return fail(format!("pp=1,virtual={chunks}"), message);
         }
@@ -367,27 +376,11 @@ impl Pins {
         }
     }
 
-    /// The degrees, by family.
-    pub fn degrees(&self) -> [(&'static str, Option<u64>); 8] {
-        let Self { pp, dp, fsdp, ep, ring, ulysses, cp, tp, .. } = *self;
-        [
-            ("pp", pp),
-            ("dp", dp),
-            ("fsdp", fsdp),
-            ("ep", ep),
-            ("ring", ring),
-            ("ulysses", ulysses),
-            ("cp", cp),
-            ("tp", tp),
-        ]
-    }
-
     /// Whether the pins agree with each other, the cluster and the batch.
     pub fn check(&self, ranks: u64, batch: u64) -> Result<(), PlanError> {
         let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
         self.check_stages()?;
-        let degrees: Vec<(&str, u64)> =
-            self.degrees().into_iter().filter_map(|(name, pin)| pin.map(|pin| (name, pin))).collect();
+        let degrees: Vec<(Family, u64)> = self.degrees().collect();
         for (name, degree) in &degrees {
             if !ranks.is_multiple_of(*degree) {
                 let message = format!(
@@ -398,25 +391,24 @@ impl Pins {
             }
         }
         // How many stages there are is open, unless it is pinned.
-        let is_open = self.pp.is_none() && self.opens_stages();
+        let is_open = !self.fixes(&[Family::Pipeline]) && self.opens_stages();
         let all = degrees.iter().fold(1u64, |all, (_, degree)| all.saturating_mul(*degree));
-        if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && !is_open && all != ranks) {
+        let [dp, tp] = [Family::Data, Family::Tensor].map(|family| self.degree(family));
+        if !ranks.is_multiple_of(all) || (dp.is_some() && tp.is_some() && !is_open && all != ranks) {
             let mut fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" }.to_string();
-            if ranks.is_multiple_of(all) && [self.cp, self.ring, self.ulysses].iter().all(Option::is_none) {
+            if ranks.is_multiple_of(all) && !self.fixes(&Family::CONTEXT) {
                 fix += &format!(", or cp={} as well", ranks / all);
             }
             let message = format!("they make {} and the cluster has {ranks}; {fix}", counted(all, "rank"));
             let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
             return fail(pins.join(","), message);
         }
-        if let (Some(fsdp), Some(0)) = (self.fsdp.filter(|fsdp| *fsdp > 1), self.zero) {
+        if let (Some(fsdp), Some(0)) = (self.degree(Family::Fsdp).filter(|fsdp| *fsdp > 1), self.zero) {
             let message = "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3".to_string();
             return fail(format!("fsdp={fsdp},zero=0"), message);
         }
-        let divides = |pin: Option<u64>| pin.unwrap_or(1);
         // All of what divides the batch does so, whatever else there is.
-        let data = [("dp", self.dp), ("fsdp", self.fsdp), ("ep", self.ep)];
-        let least = data.iter().map(|(_, pin)| divides(*pin)).product::<u64>();
+        let least = self.product(&Family::DATA);
         let divide = |pin: String, data: u64| match batch.is_multiple_of(data) {
             true => Ok(()),
             false => {
@@ -424,15 +416,16 @@ impl Pins {
                 fail(pin, format!("a batch of {batch} does not divide over {ranks}; use a multiple of {data}"))
             }
         };
-        let pinned = data.iter().filter_map(|(name, pin)| Some(format!("{name}={}", pin.filter(|pin| *pin > 1)?)));
+        let pinned = degrees.iter().filter(|(family, degree)| Family::DATA.contains(family) && *degree > 1);
+        let pinned = pinned.map(|(family, degree)| format!("{family}={degree}"));
         divide(pinned.collect::<Vec<_>>().join(","), least)?;
-        let context = divides(self.cp) * divides(self.ring) * divides(self.ulysses);
-        let dp = match (self.dp, self.tp) {
-            (Some(_), _) => Some(least),
-            (None, tp) => tp.filter(|_| !is_open).map(|tp| ranks / (tp * context * divides(self.pp))),
-        };
+        let rest = self.product(&[&[Family::Pipeline][..], &INNER].concat());
         // Ranks that samples do not fill may divide the sequence instead.
-        let is_whole = [self.dp, self.cp, self.ring, self.ulysses].iter().all(Option::is_none);
+        let is_whole = dp.is_none() && !self.fixes(&Family::CONTEXT);
+        let dp = match (dp, tp) {
+            (Some(_), _) => Some(least),
+            (None, tp) => tp.filter(|_| !is_open).map(|_| ranks / rest),
+        };
         let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
         dp.map_or(Ok(()), |dp| divide(format!("dp={dp}"), dp))?;
         if let Some(microbatch) = self.microbatch {
@@ -472,8 +465,8 @@ mod tests {
 
     #[test]
     fn pins() {
-        check("dp=2,tp=2,zero=1", "tp: Some(2), axes: {}, pp: None");
-        check("tp=2x2,zero=1", "axes: {\"tp\": [2, 2]}");
+        check("dp=2,tp=2,zero=1", "axes: {Data: [2], Tensor: [2]}, schedule: None");
+        check("tp=2x2,zero=1", "axes: {Tensor: [2, 2]}");
         check("dp=2,tp=4", "they make 8 ranks and the cluster has 4");
         check("dp=1,tp=2", "they make 2 ranks and the cluster has 4; pin only one of them, or cp=2 as well");
         check("dp=3", "3 does not divide the cluster's 4 ranks");
@@ -481,7 +474,7 @@ mod tests {
         check("dp=4,microbatch=18446744073709551615", "a batch of 8 does not divide into 4 data ranks");
         check("recompute=1,recompute=none", "`recompute` is pinned twice");
         check("zero=4", "stages 0 to 3");
-        check("pp=2,schedule=1f1b", "pp: Some(2), schedule: Some(OneForwardOneBackward)");
+        check("pp=2,schedule=1f1b", "axes: {Pipeline: [2]}, schedule: Some(OneForwardOneBackward)");
         check("pp=3", "3 does not divide the cluster's 4 ranks");
         check("pp=2,dp=2,tp=2", "pin `pp=2,dp=2,tp=2`: they make 8 ranks and the cluster has 4");
         check("pp=2,schedule=2f2b", "`2f2b` is no schedule; known are gpipe, 1f1b, interleaved, zbv");
@@ -536,6 +529,6 @@ mod tests {
         for text in [",", "dp=2,", ",dp=2", "dp=2, ,tp=2"] {
             check(text, "nothing before or after one of its commas");
         }
-        check("", "dp: None");
+        check("", "axes: {}");
     }
 }

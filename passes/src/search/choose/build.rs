@@ -23,7 +23,7 @@ use crate::split_batch::sequence::{query_parts, sequence_factors};
 use crate::split_batch::{Step, split_batch};
 use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::verify::BEFORE_LOOP;
-use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
+use shardc_ir::{Choice, Family, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
 /// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
@@ -49,7 +49,7 @@ pub fn build(
     let selected = match by_stage {
         None => shape.menu().select(candidate.recompute),
         Some((stages, line)) => {
-            let of_block = recompute_of_blocks(prepared, line, stages, mesh.degree("pp"));
+            let of_block = recompute_of_blocks(prepared, line, stages, mesh.degree(Family::Pipeline));
             shape.menu().select_by(&|block| of_block.get(&block).copied().unwrap_or(Recompute::None))
         }
     };

@@ -9,7 +9,7 @@ use crate::search::error::PlanError;
 use crate::search::space::{Pipelines, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, Feature, Seconds};
+use shardc_ir::{Bytes, Family, Feature, Seconds};
 
 /// What a pipeline may be pinned to, for which values are not chosen one by one.
 const LEANER: &str = "pin recompute=selective or recompute=block, or more loss_chunks";
@@ -222,7 +222,7 @@ pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused,
     let (needs, bound) = (known(nearest).memory, known(nearest).room);
     // Where ZeRO is not of the nearest, it may be because nothing divides over all ranks.
     let mesh = match candidates[nearest].zero {
-        0 => Degrees::new(1).with("dp", &[cluster.ranks()]).mesh(cluster.ranks()),
+        0 => Degrees::new(1).with(Family::Data, &[cluster.ranks()]).mesh(cluster.ranks()),
         _ => candidates[nearest].mesh(request.batch),
     };
     let undivided = Undivided::of_mesh(space.prepared.graph, &mesh).filter(|_| pins.zero != Some(0));
@@ -260,12 +260,12 @@ pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused,
     if candidates[nearest].degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {
         fixes.push(format!("use a batch that is a multiple of {ranks}, for all ranks to be data ranks"));
     }
-    let is_staged = pins.pp.is_some_and(|stages| stages > 1);
+    let is_staged = pins.product(&[Family::Pipeline]) > 1;
     if is_staged && largest(&needs).0 == "activations" && pins.recompute.is_none() {
         fixes.push(LEANER.to_string());
     }
     if request.scope == Scope::Runnable && !space.away.is_pinned {
-        fixes.extend(wider(space, space.pipelines != Pipelines::Never || pins.pp.is_some()));
+        fixes.extend(wider(space, space.pipelines != Pipelines::Never || pins.fixes(&[Family::Pipeline])));
     }
     if space.away.is_open && candidates[nearest].offload.is_none() {
         let host = space.away.room.host;

@@ -17,8 +17,8 @@ use crate::search::choice::pins::{Pins, divides};
 use crate::search::error::PlanError;
 use crate::search::space::Space;
 use crate::shard::objective::Prices;
-use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
+use shardc_ir::{Family, Plan};
 
 /// The numbers of chunks that are tried.
 const CHUNKS: [u64; 3] = [2, 4, 8];
@@ -62,7 +62,7 @@ type Kind = (Degrees, [bool; 2]);
 fn kind(candidate: &Candidate) -> Kind {
     let (degrees, is_for_chunks) = (candidate.degrees.clone(), candidate.is_for_chunks());
     match candidate.stages {
-        Some(_) => (degrees.with("dp", &[]).with("fsdp", &[]), [true, is_for_chunks]),
+        Some(_) => (degrees.with(Family::Data, &[]).with(Family::Fsdp, &[]), [true, is_for_chunks]),
         None => (degrees, [false, is_for_chunks]),
     }
 }
@@ -86,9 +86,7 @@ impl Hidden {
     /// Whether a plan of a candidate, which takes `alone` seconds without chunks, may be faster in chunks than `step`
     /// seconds, and that can be found out in time.
     fn may_gain(&self, candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
-        may_hide(candidate, alone, space)
-            && !is_long(candidate, space)
-            && self.least(candidate, alone) < step
+        may_hide(candidate, alone, space) && !is_long(candidate, space) && self.least(candidate, alone) < step
     }
 }
 

@@ -6,7 +6,7 @@ use crate::search::estimate::storage;
 use crate::shard::family::storage_axes;
 use crate::shard::zero::storage_dim;
 use shardc_ir::ops::Update;
-use shardc_ir::{Bytes, Graph, Mesh, NodeId, Plan, Strategy, TensorType};
+use shardc_ir::{Bytes, Family, Graph, Mesh, NodeId, Plan, Strategy, TensorType};
 use std::fmt;
 
 /// One in so many bytes of parameters may be stored whole before anybody is told: norms and biases are small.
@@ -52,7 +52,7 @@ impl Undivided {
         let bytes = |inner_ranks| of(inner_ranks).map(|(ty, ..)| ty.bytes().0).sum::<u64>();
         let is_told = |whole: u64| whole * TOLD > all;
         let whole = bytes(inner);
-        let data = mesh.degree("dp") * mesh.degree("fsdp");
+        let data = mesh.degree(Family::Data) * mesh.degree(Family::Fsdp);
         let fewer = || divisors(inner).into_iter().filter(|ranks| (2..inner).contains(ranks));
         is_told(whole).then(|| Self {
             whole: Bytes(whole),

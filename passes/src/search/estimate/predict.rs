@@ -10,7 +10,7 @@ use crate::search::choice::pins::Recompute;
 use crate::shard::tensor::Placed;
 use crate::threads::lock;
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, Seconds};
+use shardc_ir::{Bytes, Family, Seconds};
 
 impl Shape<'_> {
     /// Memory per rank, with parameters stored in one of the ways.
@@ -75,7 +75,7 @@ impl Shape<'_> {
             gathers: zero >= 1 && is_shared,
             drops: zero == 3 && is_shared,
             reduces_in_loop: zero >= 2,
-            is_staged: placed.mesh.degree("pp") > 1,
+            is_staged: placed.mesh.degree(Family::Pipeline) > 1,
             microbatches: self.microbatches,
             again,
         };

@@ -7,7 +7,7 @@ use crate::shard::family::{copy_axes, is_copy_axis, storage_axes};
 use crate::shard::tensor::{Placed, Prepared};
 use crate::shard::zero::{Parted, scattered, storage_dim};
 use shardc_ir::ops::{Op, OpDef, Update};
-use shardc_ir::{AxisId, Choice, Mesh, Strategy, TensorType};
+use shardc_ir::{AxisId, Choice, Family, Mesh, Strategy, TensorType};
 use std::collections::BTreeMap;
 
 /// The ranks that hold copies of a parameter.
@@ -24,7 +24,7 @@ pub struct Copies {
 impl Copies {
     /// On a mesh, of a parameter that is divided over its expert axes, or of any other.
     fn new(mesh: &Mesh, cluster: &Cluster, is_expert: bool) -> Self {
-        let holds = |axis: &AxisId| !(is_expert && mesh.axis(*axis).family() == "ep");
+        let holds = |axis: &AxisId| !(is_expert && mesh.axis(*axis).family == Family::Expert);
         let all: Vec<AxisId> = copy_axes(mesh).into_iter().filter(holds).collect();
         let parts: Vec<AxisId> = storage_axes(mesh, &Strategy::default()).into_iter().filter(holds).collect();
         let replicas: Vec<AxisId> = all.iter().copied().filter(|axis| !parts.contains(axis)).collect();
@@ -232,7 +232,7 @@ impl Storage {
     pub fn sharing(inner: u64, mesh: &Mesh, strategy: &Strategy) -> u64 {
         let inside = |axis: &AxisId| {
             is_copy_axis(mesh, *axis)
-                && !["dp", "fsdp"].contains(&mesh.axis(*axis).family())
+                && !matches!(mesh.axis(*axis).family, Family::Data | Family::Fsdp)
                 && strategy.choice(*axis) == Choice::Replicate
         };
         inner * mesh.extent(mesh.ids().filter(inside))
@@ -241,7 +241,7 @@ impl Storage {
 
 /// How many data ranks store one copy on a mesh: those of the inner of two axes, if there are two.
 pub fn inner(mesh: &Mesh) -> u64 {
-    if mesh.family("fsdp").is_empty() { mesh.degree("dp") } else { mesh.degree("fsdp") }
+    if mesh.family(Family::Fsdp).is_empty() { mesh.degree(Family::Data) } else { mesh.degree(Family::Fsdp) }
 }
 
 /// Of [`Storage::copies`], which those of a class are.
@@ -251,7 +251,7 @@ pub fn kind(placed: &Placed<'_>, class: usize) -> usize {
 
 /// The same of what is computed with under a strategy.
 pub fn kind_under(mesh: &Mesh, strategy: &Strategy) -> usize {
-    usize::from(mesh.family("ep").into_iter().any(|axis| strategy.choice(axis) != Choice::Replicate))
+    usize::from(mesh.family(Family::Expert).into_iter().any(|axis| strategy.choice(axis) != Choice::Replicate))
 }
 
 /// The global type of what a class makes of parameters, or of the gradient that it reads.

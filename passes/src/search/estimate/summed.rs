@@ -4,7 +4,7 @@ use crate::cost::{Machine, Pass, is_product};
 use crate::lower::accumulate::adds_itself;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::ops::{BinaryKind, Op};
-use shardc_ir::{Graph, NodeId, OpDef, TensorType, ValueId};
+use shardc_ir::{Family, Graph, NodeId, OpDef, TensorType, ValueId};
 
 /// What it takes to add whole gradients up over microbatches.
 pub(in crate::search) struct Adding {
@@ -64,7 +64,7 @@ impl Adding {
         }
         let (machine, microbatches) = (Machine::own(&placed.cluster.device), placed.microbatches as f64);
         // The first term of a sum reads nothing, but in a pipeline's order of microbatches.
-        let reads = microbatches - if placed.mesh.degree("pp") > 1 { 0.0 } else { 1.0 };
+        let reads = microbatches - if placed.mesh.degree(Family::Pipeline) > 1 { 0.0 } else { 1.0 };
         let bytes = 3.0 * self.up as f64 * microbatches + self.to as f64 * reads;
         let launches = self.count as f64 * machine.launch() * reads;
         [bytes / machine.bandwidth() + launches - self.rows * reads, self.alone * microbatches]

@@ -3,6 +3,7 @@
 use super::Mesh;
 use crate::cluster::Cluster;
 use crate::cost::collective::{distance, send_over};
+use shardc_ir::Family;
 
 impl Mesh<'_> {
     /// Seconds in which so many bytes get from one stage to another that chunks next to each other are on.
@@ -21,7 +22,7 @@ impl Mesh<'_> {
 /// Per stage, how far it is to the next, and from the last to the first: for those of their ranks that are the farthest
 /// apart.
 pub(super) fn distances(mesh: &shardc_ir::Mesh, cluster: &Cluster) -> Vec<usize> {
-    let mut ranks = vec![Vec::new(); mesh.degree("pp") as usize];
+    let mut ranks = vec![Vec::new(); mesh.degree(Family::Pipeline) as usize];
     (0..mesh.ranks()).for_each(|rank| ranks[mesh.stage_of(rank) as usize].push(rank));
     let next = ranks.iter().cycle().skip(1);
     let far = |(own, next): (&Vec<u64>, &Vec<u64>)| {
@@ -34,14 +35,14 @@ pub(super) fn distances(mesh: &shardc_ir::Mesh, cluster: &Cluster) -> Vec<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardc_ir::AxisKind;
+    use shardc_ir::Family;
 
     #[test]
     fn stages_are_as_far_apart_as_their_ranks() {
         let check = |cluster: &str, sizes: [u64; 2], expect: &[usize]| {
             let mut mesh = shardc_ir::Mesh::default();
-            ["pp", "dp"].into_iter().zip(sizes).for_each(|(name, size)| {
-                mesh.push(name, size, AxisKind::Space);
+            [Family::Pipeline, Family::Data].into_iter().zip(sizes).for_each(|(family, size)| {
+                mesh.push(family, size);
             });
             assert_eq!(distances(&mesh, &Cluster::parse(cluster, "h200").unwrap()), expect, "{sizes:?} on {cluster}");
         };

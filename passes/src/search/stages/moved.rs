@@ -18,7 +18,7 @@ use crate::search::choice::offload::{ALL, Offload};
 use crate::search::estimate::Shape;
 use crate::search::estimate::relief::{Activations, Leaving, Stock};
 use crate::search::estimate::storage::Held;
-use shardc_ir::Mesh;
+use shardc_ir::{Family, Mesh};
 use std::collections::BTreeSet;
 
 /// Sums along a line, over what lies in blocks alone, from its beginning to each of its nodes.
@@ -88,7 +88,7 @@ impl Model {
 /// How many ranks of each stage a host has: each kind of host once.
 pub(super) fn hosts(mesh: &Mesh, per_node: u64) -> Vec<Vec<u64>> {
     let host = |first: u64| {
-        let mut ranks = vec![0; mesh.degree("pp") as usize];
+        let mut ranks = vec![0; mesh.degree(Family::Pipeline) as usize];
         (first..mesh.ranks().min(first + per_node)).for_each(|rank| ranks[mesh.stage_of(rank) as usize] += 1);
         ranks
     };
@@ -235,14 +235,14 @@ impl Problem<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardc_ir::AxisKind;
+    use shardc_ir::Family;
 
     #[test]
     fn hosts_have_ranks_of_some_stages() {
         let mesh = |pp: u64, dp: u64| {
             let mut mesh = Mesh::default();
-            mesh.push("pp", pp, AxisKind::Space);
-            mesh.push("dp", dp, AxisKind::Space);
+            mesh.push(Family::Pipeline, pp);
+            mesh.push(Family::Data, dp);
             mesh
         };
         assert_eq!(hosts(&mesh(2, 4), 8), [[4, 4]]);

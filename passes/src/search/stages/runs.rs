@@ -5,8 +5,8 @@ use super::Mesh;
 use super::held::Held;
 use crate::pipeline::order::{Lengths, Step, orders};
 use rustc_hash::FxHashMap;
-use shardc_ir::Pipeline;
 use shardc_ir::pipeline::Schedule;
+use shardc_ir::{Family, Pipeline};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -58,7 +58,7 @@ impl<'a> Runs<'a> {
 
     /// The steps of so many microbatches in the order that the lengths of passes make.
     pub fn steps(&self, pipeline: &Pipeline, microbatches: u64, lengths: &dyn Fn(u32) -> Lengths) -> Option<Steps> {
-        let stages = self.mesh.placed.mesh.degree("pp");
+        let stages = self.mesh.placed.mesh.degree(Family::Pipeline);
         let chunks = (0..(stages * pipeline.per_stage) as u32).filter(|_| pipeline.schedule.splits_backward());
         let key = (order(pipeline), chunks.flat_map(|chunk| bits(lengths(chunk))).collect(), microbatches);
         let mut known = self.steps.borrow_mut();
@@ -86,7 +86,7 @@ impl<'a> Runs<'a> {
         let bytes = key.2.clone();
         // Of an order of its own twice as many as may be in flight tell what all do: where one chunk is longer than the others,
         // so many come in before what is held does not grow any more. Others hold as many as there are.
-        let stages = self.mesh.placed.mesh.degree("pp");
+        let stages = self.mesh.placed.mesh.degree(Family::Pipeline);
         let microbatches = match goes_by_lengths {
             true => self.mesh.followed(2 * pipeline.most_in_flight(stages), stages),
             false => self.mesh.placed.microbatches,

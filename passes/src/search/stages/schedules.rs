@@ -10,7 +10,7 @@ use crate::search::choice::pins::Pins;
 use crate::search::choice::stages::{Limits, MOST_ZERO};
 use crate::search::error::PlanError;
 use shardc_ir::pipeline::Schedule;
-use shardc_ir::{Graph, NodeId, Pipeline};
+use shardc_ir::{Family, Graph, NodeId, Pipeline};
 
 /// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
 /// so it is taken where it is pinned.
@@ -36,7 +36,7 @@ pub(in crate::search) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
 
 /// The stages of ZeRO that are tried in pipelines whose parameters are stored in one way, where data ranks may hold copies.
 pub(in crate::search) fn zero_stages(has_copies: bool, degrees: &Degrees, pins: &Pins) -> Vec<u64> {
-    let is_kept = |zero: u64| match degrees.degree("fsdp") > 1 {
+    let is_kept = |zero: u64| match degrees.degree(Family::Fsdp) > 1 {
         true => zero == MOST_ZERO,
         false => zero == 0 || (zero == MOST_ZERO && has_copies),
     };
@@ -144,7 +144,7 @@ pub(in crate::search) fn none(
     (ranks, batch): (u64, u64),
     coupled: Option<String>,
 ) -> PlanError {
-    let stages = pins.pp.unwrap_or(2);
+    let stages = pins.degree(Family::Pipeline).unwrap_or(2);
     let per_stage = schedules(pins).into_iter().map(|(_, per_stage)| per_stage).min().unwrap_or(1);
     let (most, chunks) = (line.map_or(0, Line::places), stages.saturating_mul(per_stage));
     let fail = |pin: String, message: String| PlanError::Pin { pin, message };
@@ -159,11 +159,10 @@ pub(in crate::search) fn none(
         return fail(named, format!("{coupled}; and a pipeline takes at least 2 microbatches; leave it out"));
     }
     // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
-    let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);
-    let data = match (pins.dp, pins.tp) {
-        (Some(dp), _) => dp * pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
-        (None, Some(_)) => (ranks / fixed).max(1),
-        (None, None) => pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
+    let fixed = pins.product(&[&[Family::Tensor][..], &Family::CONTEXT].concat()).saturating_mul(stages);
+    let data = match (pins.fixes(&[Family::Data]), pins.fixes(&[Family::Tensor])) {
+        (false, true) => (ranks / fixed).max(1),
+        _ => pins.product(&Family::DATA),
     };
     let per_rank = batch / data.max(1);
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);

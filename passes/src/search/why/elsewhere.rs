@@ -9,7 +9,7 @@ use crate::search::search_among;
 use crate::shard::family::open_axes;
 use crate::shard::tensor::Prepared;
 use crate::threads;
-use shardc_ir::{NodeId, Plan};
+use shardc_ir::{Family, NodeId, Plan};
 use std::collections::BTreeMap;
 
 /// Whatever is cut into chunks is cut in the searched graph already.
@@ -45,8 +45,10 @@ pub(in crate::search) fn elsewhere(
     let chunks = Pins::chosen(plan).loss_chunks.filter(|chunks| *chunks > 1);
     let head = chunks.map_or(String::new(), |chunks| format!(",loss_chunks={chunks}"));
     let sizes = || divisors(cluster.per_node).into_iter().filter(|size| *size > 1);
-    let pins: Vec<String> =
-        ["tp", "cp"].iter().flat_map(|family| sizes().map(move |size| format!("{family}={size}"))).collect();
+    let pins: Vec<String> = [Family::Tensor, Family::Context]
+        .iter()
+        .flat_map(|family| sizes().map(move |size| format!("{family}={size}")))
+        .collect();
     let of = |pin: &String| -> Result<Option<Elsewhere>, PlanError> {
         let pins = Pins::parse(&[pin, AS_SEARCHED, "pp=1"].join(","))?;
         let pin = pin.clone();
