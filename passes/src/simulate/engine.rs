@@ -37,8 +37,8 @@ pub(super) struct Engine<'a> {
 struct Lane {
     run: usize,
     entered: f64,
-    /// Per stream, the instructions of the section, and how many of them are done.
-    queues: [(Vec<u32>, usize); STREAMS],
+    /// Per stream, how many of the section's instructions are done.
+    heads: [usize; STREAMS],
     /// Per stream, whether its head has started, or waits for others.
     is_busy: [bool; STREAMS],
     done: Vec<bool>,
@@ -205,15 +205,10 @@ impl Engine<'_> {
                 state.lanes[lane].run += 1;
                 continue;
             }
-            let lines = outline.lines(run);
             let lane = &mut state.lanes[lane];
-            lane.entered = now;
-            lane.done = vec![false; lines.len()];
-            lane.open = lines.len();
-            lane.queues = Default::default();
-            for (index, line) in lines.iter().enumerate() {
-                lane.queues[line.stream as usize].0.push(index as u32);
-            }
+            (lane.entered, lane.open, lane.heads) = (now, outline.lines(run).len(), [0; STREAMS]);
+            lane.done.clear();
+            lane.done.resize(lane.open, false);
             if lane.open > 0 {
                 return;
             }
@@ -237,14 +232,14 @@ impl Engine<'_> {
                 let run = self.outline(lane).order[state.lanes[lane].run];
                 let body = self.outline(lane).body(&run);
                 let own = &mut state.lanes[lane];
-                let spans = std::mem::take(&mut own.spans);
                 let known = state.different.entry((class, body)).or_default();
                 // The runs of a pipeline repeat themselves, mostly the latest: what is the same is kept once.
-                let same = known.iter().rev().find(|other| is_same(other, &spans)).cloned();
+                let same = known.iter().rev().find(|other| is_same(other, &own.spans)).cloned();
                 let spans = same.unwrap_or_else(|| {
-                    known.push(Rc::new(spans));
+                    known.push(Rc::new(own.spans.clone()));
                     known[known.len() - 1].clone()
                 });
+                own.spans.clear();
                 own.runs.push(RunSpan { run, start: own.entered, finish: state.now, spans: spans.clone() });
                 own.run += 1;
                 state.known.insert(body, (state.now - own.entered, spans));
@@ -260,16 +255,16 @@ impl Engine<'_> {
     /// Starts the head of a stream, if it is free and the head waits for nothing.
     fn start(&self, state: &mut State, lane: usize, stream: usize) -> bool {
         let own = &mut state.lanes[lane];
-        let Some(index) = own.queues[stream].0.get(own.queues[stream].1).copied() else { return false };
         let class = &self.folded.classes[lane];
         let outline = &self.outlines[class.program];
-        let run = &outline.order[own.run];
-        let line = &outline.lines(run)[index as usize];
+        let Some(body) = outline.order.get(own.run).map(|run| outline.body(run)) else { return false };
+        let Some(index) = outline.queues[body][stream].get(own.heads[stream]).copied() else { return false };
+        let line = &outline.bodies[body][index as usize];
         if own.is_busy[stream] || !line.after.iter().all(|after| own.done[*after as usize]) {
             return false;
         }
         let cluster = &self.clusters[class.device];
-        let (place, seconds, crosses) = match self.works[class.kind][outline.body(run)][index as usize] {
+        let (place, seconds, crosses) = match self.works[class.kind][body][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
                 return true;
@@ -412,7 +407,8 @@ impl Engine<'_> {
         for (index, lane) in state.lanes.iter().enumerate() {
             let outline = self.outline(index);
             let Some(run) = outline.order.get(lane.run) else { continue };
-            let heads = lane.queues.iter().filter_map(|(queue, done)| queue.get(*done));
+            let queues = outline.queues[outline.body(run)].iter().zip(lane.heads);
+            let heads = queues.filter_map(|(queue, done)| queue.get(done));
             let stuck = heads.min().copied().unwrap_or(0);
             let (section, rank) =
                 (outline.sections[run.section.as_u32() as usize].0.clone(), self.folded.classes[index].rank);
@@ -427,7 +423,7 @@ impl Lane {
         Self {
             run: 0,
             entered: 0.0,
-            queues: Default::default(),
+            heads: [0; STREAMS],
             is_busy: [false; STREAMS],
             done: Vec::new(),
             open: 0,
@@ -449,7 +445,7 @@ impl Lane {
     fn complete(&mut self, index: u32, stream: usize) {
         self.done[index as usize] = true;
         self.open -= 1;
-        self.queues[stream].1 += 1;
+        self.heads[stream] += 1;
         self.is_busy[stream] = false;
     }
 }

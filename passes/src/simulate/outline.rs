@@ -22,6 +22,9 @@ use std::hash::{Hash, Hasher};
 /// What the instructions of a program need, per body and instruction.
 pub(super) type Works = Vec<Vec<Work>>;
 
+/// Per stream, instructions by their indices.
+pub(super) type Queues = [Vec<u32>; Stream::ALL.len()];
+
 /// The outline of a program.
 #[derive(Debug)]
 pub struct Outline {
@@ -35,6 +38,8 @@ pub struct Outline {
     pub(super) sections: Vec<(String, usize)>,
     /// The instructions of sections: those of a stage's copies are alike.
     pub(super) bodies: Vec<Vec<Line>>,
+    /// Per body, those of each stream in their order.
+    pub(super) queues: Vec<Queues>,
     /// Whom it meets.
     pub(super) pattern: Pattern,
     /// What the instructions need, by the index of the device among those of the cluster, for all on which
@@ -78,12 +83,15 @@ impl Outline {
         let devices = &cluster.kinds_of_stages(&plan.mesh)[plan.mesh.stage_of(program.rank) as usize];
         let price =
             |device: &usize| (*device, Priced::new((program, &first), plan, (cluster.devices()[*device], cluster)));
+        let bodies = first.iter().map(|section| section.instructions.iter().map(Line::of).collect());
+        let bodies: Vec<Vec<Line>> = bodies.collect();
         Self {
             rank: program.rank,
             memory: memory_beside(program, held),
             order: program.order.clone(),
             sections,
-            bodies: first.iter().map(|section| section.instructions.iter().map(Line::of).collect()).collect(),
+            queues: bodies.iter().map(|lines| queues(lines)).collect(),
+            bodies,
             pattern: Pattern::new(program.rank, &program.groups, program.instructions(), &plan.mesh),
             priced: devices.iter().map(price).collect(),
         }
@@ -110,6 +118,14 @@ impl Outline {
     pub(super) fn instructions(&self) -> usize {
         self.order.iter().map(|run| self.lines(run).len()).sum()
     }
+}
+
+fn queues(lines: &[Line]) -> Queues {
+    let mut queues = Queues::default();
+    for (index, line) in lines.iter().enumerate() {
+        queues[line.stream as usize].push(index as u32);
+    }
+    queues
 }
 
 /// The name and the body of each section, and the first section of each body.
