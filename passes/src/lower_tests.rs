@@ -352,7 +352,7 @@ fn storages_of_a_large_model_are_packed_into_little_more_than_lives_at_once() {
     ] {
         let plan = plan(SMALL, DType::Bf16, cluster, pins, false);
         let plan = verify::plan(&plan).expect("a plan");
-        let mut draft = draft_rank(&plan, 0).expect("a draft");
+        let mut draft = draft_rank(&plan, 0, &NoScratch).expect("a draft");
         make_early(&mut draft, &plan.graph);
         peel(&mut draft);
         schedule(&mut draft);

@@ -4,9 +4,9 @@ use shardc::{
     Batch, Cluster, Compiled, Decay, Feeds, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
 };
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Graph, HostTensor, Op, ReduceKind, ValueId};
+use shardc_ir::{BufferId, DType, Graph, HostTensor, Op, ReduceKind, Target, ValueId};
 use shardc_passes::precision::lower_precision;
-use shardc_runtime::interpret;
+use shardc_runtime::{CudaTarget, interpret};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -273,5 +273,31 @@ fn ranks_that_store_parts_of_a_weight_gather_its_codes() {
         let largest =
             instructions.iter().filter(|of| matches!(of.action, Action::AllReduce { reduce: ReduceKind::Max, .. }));
         assert_eq!(largest.map(|of| of.operands.len()).collect::<Vec<_>>(), [weights.len()], "{pins}");
+    }
+}
+
+/// A library of products writes their results as it reads them, or in f32: what sums over ranks in another type is cast
+/// behind them.
+#[test]
+fn gpus_have_every_product_whatever_sums_over_ranks() {
+    let model = NamedModel::find("gpt2-124m@layers=1").unwrap();
+    let cluster = Cluster::parse("h100:2", "h200").unwrap();
+    for (precision, merges) in [(Precision::Fp32, false), (Precision::Fp16, false), (Precision::Bf16, true)] {
+        let options = Options { precision, reduce_dtype: Some(DType::Bf16), pins: "dp=2".into(), ..Options::default() };
+        let compiled = shardc::compile(&model, BATCH, &cluster, &options).unwrap();
+        let mut written = BTreeSet::new();
+        for program in compiled.programs().unwrap() {
+            let ty = |id: &BufferId| program.buffers[*id].ty.clone();
+            let types = |buffers: &[BufferId]| buffers.iter().map(ty).collect::<Vec<_>>();
+            for Instruction { action, operands, results, .. } in program.instructions() {
+                let Action::Compute(op @ Op::Matmul(_)) = action else { continue };
+                let (operands, results) = (types(operands), types(results));
+                assert!(CudaTarget.has_kernel(op, &operands, &results), "{op:?} {operands:?} -> {results:?}");
+                written.insert(results[0].dtype);
+            }
+        }
+        let narrow = if precision == Precision::Fp16 { DType::F16 } else { DType::Bf16 };
+        assert_eq!(written.contains(&DType::Bf16), merges, "{precision:?} {written:?}");
+        assert!(written.contains(&narrow) || precision == Precision::Fp32, "{written:?}");
     }
 }

@@ -7,7 +7,7 @@
 //!   the copy is never made;
 //! * the accumulation over microbatches of a term becomes a term that adds to its accumulator,
 //!   which begins at zero in the prologue;
-//! * a product that is cast for its sum over ranks is written in that type.
+//! * a product that is cast for its sum over ranks is written in that type, where the target has such a product.
 //!
 //! The library that multiplies adds while the product is still in registers, so the product is
 //! neither written nor read; of a table only the rows are touched that tokens name. Whether the sum
@@ -18,12 +18,12 @@ use super::draft::{Draft, Hint, Place, StorageId};
 use super::draft::{Position, Touched, contraction};
 use shardc_ir::ops::{BinaryKind, Constant, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
-use shardc_ir::{BufferId, Graph, OpDef, ValueId};
+use shardc_ir::{BufferId, Graph, OpDef, Target, ValueId};
 use std::collections::BTreeSet;
 
 /// Merges sums into products in every section.
-pub(super) fn merge_sums(draft: &mut Draft) {
-    let mut merging = Merging::new(draft);
+pub(super) fn merge_sums(draft: &mut Draft, target: &dyn Target) {
+    let mut merging = Merging::new(draft, target);
     for section in 0..merging.draft.sections.len() {
         for at in 0..merging.draft.sections[section].len() {
             let at = (section, at);
@@ -44,6 +44,7 @@ pub(super) fn merge_sums(draft: &mut Draft) {
 
 struct Merging<'a> {
     draft: &'a mut Draft,
+    target: &'a dyn Target,
     /// Who touches each storage, in order.
     touched: Touched,
     /// Storages that outlive the step.
@@ -74,9 +75,9 @@ fn summand(instruction: &Instruction) -> Option<BufferId> {
 }
 
 impl<'a> Merging<'a> {
-    fn new(draft: &'a mut Draft) -> Self {
+    fn new(draft: &'a mut Draft, target: &'a dyn Target) -> Self {
         let (touched, kept) = (draft.touched(), draft.kept());
-        Self { draft, touched, kept, dropped: BTreeSet::new() }
+        Self { draft, target, touched, kept, dropped: BTreeSet::new() }
     }
 
     fn instruction(&self, (section, index): Position) -> &Instruction {
@@ -204,7 +205,7 @@ impl<'a> Merging<'a> {
         let Some(maker) = self.product(source, at) else { return false };
         let product = self.instruction(maker);
         let is_bare = |op: &Matmul| op.addend(product.operands.len()).is_none() && op.epilogue.is_none();
-        if product.source != origin || !contraction(product).is_some_and(is_bare) {
+        if product.source != origin || !contraction(product).is_some_and(is_bare) || !self.is_written(product, result) {
             return false;
         }
         self.instruction_mut(maker).results = vec![result];
@@ -212,6 +213,14 @@ impl<'a> Merging<'a> {
         self.touched.of_mut(self.draft.storage[source]).clear();
         self.dropped.insert(at);
         true
+    }
+
+    /// Whether the target has an operation that writes its result in the type of another buffer.
+    fn is_written(&self, instruction: &Instruction, result: BufferId) -> bool {
+        let ty = |buffer: &BufferId| self.draft.buffers[*buffer].ty.clone();
+        let Action::Compute(op) = &instruction.action else { return false };
+        let operands: Vec<_> = instruction.operands.iter().map(ty).collect();
+        self.target.has_kernel(op, &operands, &[ty(&result)])
     }
 
     /// Merges the accumulation at `at` of a term, or of a sum of terms, over microbatches.
@@ -261,7 +270,7 @@ mod tests {
     use shardc_ir::ops::{Binary, Broadcast};
     use shardc_ir::plan::Category;
     use shardc_ir::program::Reading;
-    use shardc_ir::{DType, Mesh, TensorType};
+    use shardc_ir::{DType, Mesh, NoScratch, TensorType};
 
     #[test]
     fn a_bias_and_a_residual_are_added_by_the_product() {
@@ -280,7 +289,7 @@ mod tests {
             draft.push(Place::LOOP, action, operands, vec![result], Stream::Compute, None, Hint::None);
         }
         draft.readings.push(Reading { name: "out".to_string(), buffer: out });
-        merge_sums(&mut draft);
+        merge_sums(&mut draft, &NoScratch);
         let [item] = &draft.sections[Place::LOOP.index(3)][..] else { panic!("{:?}", draft.sections) };
         assert_eq!(item.instruction.operands, [x, w, residual, bias]);
         assert_eq!(item.instruction.results, [out]);

@@ -51,7 +51,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     let mut emitted: SecondaryMap<NodeId, Emitted> = SecondaryMap::new();
     let plan = Plan { graph: graph.clone(), ..Plan::default() };
     let Ok(plan) = verify::plan(plan) else { return emitted };
-    let Ok(mut draft) = draft_rank(&plan, 0) else { return emitted };
+    let Ok(mut draft) = draft_rank(&plan, 0, target) else { return emitted };
     for instruction in draft.sections.iter().flatten().map(|item| &item.instruction) {
         let is_product = matches!(instruction.action, Action::Compute(Op::Matmul(_)));
         for value in instruction.results.iter().filter_map(|result| draft.buffers[*result].value) {

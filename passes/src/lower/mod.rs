@@ -138,8 +138,8 @@ pub fn lower_all(plan: &VerifiedPlan<'_>, target: &dyn Target) -> Result<Vec<Pro
 }
 
 /// A plan on its way to the program of one rank, before scheduling and allocation.
-pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerError> {
-    draft(&Common::of(plan)?, rank)
+pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Draft, LowerError> {
+    draft(&Common::of(plan)?, rank, target)
 }
 
 /// The program of one rank of a plan.
@@ -149,7 +149,7 @@ fn program(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Progra
 
 /// The same before it is allocated.
 fn scheduled(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Draft, LowerError> {
-    let mut draft = draft(common, rank)?;
+    let mut draft = draft(common, rank, target)?;
     make_early(&mut draft, &common.plan.graph);
     fuse(&mut draft, &common.plan.graph, target);
     join_siblings(&mut draft, &|region, operands| target.fuses(region, operands));
@@ -159,7 +159,7 @@ fn scheduled(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Draf
 }
 
 /// The draft of one rank of a plan.
-fn draft(common: &Common<'_>, rank: u64) -> Result<Draft, LowerError> {
+fn draft(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Draft, LowerError> {
     let (mut lowering, graph) = (Lowering::new(common, rank), &common.plan.graph);
     let mut deferred: Vec<NodeId> = Vec::new();
     for id in common.order.iter().copied() {
@@ -187,7 +187,7 @@ fn draft(common: &Common<'_>, rank: u64) -> Result<Draft, LowerError> {
         lowering.node(id)?;
     }
     let mut draft = lowering.finish()?;
-    merge_sums(&mut draft);
+    merge_sums(&mut draft, target);
     merge_epilogues(&mut draft);
     Ok(draft)
 }

@@ -176,6 +176,10 @@ impl Select<'_> {
         if lhs != rhs {
             return Err("operands of two element types".to_string());
         }
+        let to = self.results[0].dtype;
+        if to != lhs && to != DType::F32 {
+            return Err(format!("a product of {lhs} that is written in {to}"));
+        }
         let (addend, bias) = (op.addend(count).map(OP), op.bias(count).map(OP));
         let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
         if let Some(products) = products(&tensors, addend, &size).filter(|of| !pays(of, &tensors, &size)) {
