@@ -7,7 +7,7 @@
 use crate::error::Error;
 use crate::options::Options;
 use shardc_ir::plan::Request;
-use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
+use shardc_ir::verify::{self, TranslationFacts, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{AxisId, Diagnostics, Family, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::{align_head, align_weights};
@@ -191,15 +191,10 @@ pub(crate) fn target_of(plan: &Plan) -> Result<&'static dyn Target, Error> {
 
 /// As [`programs`], of the few ranks that tell the axes of the mesh apart ([`verify::cover`]): what is
 /// shown of them holds for every rank whose program differs from theirs by its coordinates alone.
-pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
+pub fn cover(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, TranslationFacts), Error> {
     let programs = lower_ranks(plan, &verify::cover(&plan.mesh), target_of(plan)?)?;
-    let translation = verify::translation(plan, &programs).map_err(|found| bug(Pass::Lower, &found))?;
-    let mut facts = ProgramFacts { translation, ..ProgramFacts::default() };
-    for (space, bytes) in programs.iter().flat_map(|program| &program.arenas) {
-        let largest = facts.arenas.entry(*space).or_default();
-        *largest = (*largest).max(*bytes);
-    }
-    Ok(facts)
+    let shown = verify::translation(plan, &programs).map_err(|found| bug(Pass::Lower, &found))?;
+    Ok((programs, shown))
 }
 
 /// The programs of ranks that differ in more than groups and slices, and the axes along which ranks

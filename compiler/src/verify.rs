@@ -21,13 +21,14 @@ use crate::report;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::pipeline::Schedule;
-use shardc_ir::plan::Space;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{DType, Family, Graph, HostTensor, Mesh, Op, OpDef, Pipeline, Plan, TensorType};
-use shardc_passes::cluster::Cluster;
+use shardc_ir::{Bytes, DType, Family, Graph, HostTensor, Mesh, Op, OpDef, Pipeline, Plan, Program, TensorType};
+use shardc_passes::allocate::memory;
+use shardc_passes::cluster::{Cluster, ClusterError};
 use shardc_passes::precision::Precision;
 use shardc_passes::random::mix;
 use shardc_passes::search::{Degrees, Pins, Recompute};
+use shardc_passes::simulate;
 
 /// The largest number of ranks that are run, or whose programs are all lowered and compared.
 const MOST_RANKS: u64 = 16;
@@ -113,14 +114,15 @@ fn check_request(plan: &Plan, add: &mut impl FnMut(&str, Option<bool>, String)) 
 fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<bool>, String)) {
     let ranks = plan.mesh.ranks();
     let shown = match ranks > MOST_RANKS {
-        true => pipeline::cover(plan),
-        false => pipeline::programs(plan, None).map(|programs| programs.facts().clone()),
+        true => pipeline::cover(plan).map(|(programs, shown)| (fullest(&programs, plan), shown)),
+        false => {
+            pipeline::programs(plan, None).map(|programs| (fullest(&programs, plan), programs.facts().translation))
+        }
     };
-    let facts = match shown {
-        Ok(facts) => facts,
+    let (taken, shown) = match shown {
+        Ok(shown) => shown,
         Err(error) => return add("programs", Some(false), error.to_string()),
     };
-    let shown = facts.translation;
     let detail = match ranks > MOST_RANKS {
         true => format!(
             "of {ranks} ranks {} that tell the axes apart have one program{} but for coordinates: none waits forever",
@@ -138,10 +140,19 @@ fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<boo
     if let Some(unlowered) = report::unlowered(plan) {
         return add("memory", None, format!("not compared: {unlowered}"));
     }
-    let most = facts.arenas.get(&Space::Device).copied().unwrap_or_default();
+    let most = match taken {
+        Ok(taken) => taken,
+        Err(error) => return add("memory", Some(false), error.to_string()),
+    };
     let planned = plan.prediction.memory.total();
     let [allocated, said] = agrees::apart(most, planned);
     add("memory", Some(most == planned), format!("{allocated} allocated, {said} planned"));
+}
+
+/// What is allocated on the rank of which the plan tells the memory.
+fn fullest(programs: &[Program], plan: &Plan) -> Result<Bytes, ClusterError> {
+    let taken = programs.iter().map(|program| (program.rank, memory(program)));
+    Ok(simulate::fullest(taken, plan, &Cluster::of(plan)?).memory.total())
 }
 
 /// What of a plan is not in what is shown of its programs.
@@ -377,7 +388,6 @@ fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {
 mod tests {
     use super::*;
     use serde_json::Value;
-    use shardc_ir::Bytes;
 
     /// One draw that agrees is enough; what is wrong in all is shown where it is least.
     #[test]

@@ -68,6 +68,26 @@ fn stages_name_their_devices() {
     check(&["verify", text(&plan), "--static-only"], 0, &["✓ layouts", "✓ request", "✓ programs", "✓ memory"]);
 }
 
+/// The memory of a plan is that of the ranks that have the least room left, though others take more: all programs are
+/// looked at, and of many ranks those that tell the axes apart.
+#[test]
+fn unequal_stages_take_what_is_planned_where_room_is_least() {
+    let dir = tempfile::tempdir().unwrap();
+    let (cluster, plan) = (dir.path().join("c.toml"), dir.path().join("plan.json"));
+    let parts = ["h100", "a100-40"].map(|device| format!("[[parts]]\ndevice = \"{device}\"\nnodes = 1\n"));
+    for (per_node, batch) in [("2", "8"), ("10", "40")] {
+        fs::write(&cluster, format!("per_node = {per_node}\n{}", parts.concat())).unwrap();
+        let pin = "pp=2,schedule=gpipe,tp=1,zero=0,microbatch=1";
+        let args = ["plan", "llama-tiny", "--cluster", text(&cluster), "--batch", batch, "--seq", "128", "--pin", pin];
+        check(&[&args[..], &["-o", text(&plan)]].concat(), 0, &["of 35.25 GiB"]);
+        let json = shardc(&["explain", text(&plan), "--json"]).stdout;
+        let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+        let taken = [0, 1].map(|stage| json["stage_devices"][stage]["memory"].as_u64().unwrap());
+        assert!(taken[0] > taken[1], "{taken:?}");
+        check(&["verify", text(&plan), "--static-only"], 0, &["✓ programs", "✓ memory"]);
+    }
+}
+
 /// Equal runs are written once: many more microbatches add little to the page, and to the timeline what they hold at
 /// the most.
 #[test]

@@ -28,7 +28,7 @@ use engine::Engine;
 use kinds::Kinds;
 pub use outline::Outline;
 use outline::Works;
-pub use predict::{Kernels, exact, predict};
+pub use predict::{Kernels, exact, fullest, predict};
 use ranks::{Class, Ranks};
 use shardc_ir::program::{Run, Stream};
 use shardc_ir::units::{counted, number_text};

@@ -44,12 +44,7 @@ fn prediction(
     cluster: &Cluster,
 ) -> Prediction {
     let work = model_work(&plan.graph, cluster);
-    let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
-    let taken = taken.map(|(rank, memory)| {
-        let room = rooms[plan.mesh.stage_of(rank) as usize];
-        Prediction { memory, room, ..Prediction::default() }
-    });
-    let fullest = taken.max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default();
+    let fullest = fullest(taken, plan, cluster);
     let host = cluster.on_host(fullest.memory.total());
     let mut prediction = Prediction { step: simulated.step, flops: work.flops, host, ..fullest };
     prediction.mfu = work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64);
@@ -66,6 +61,17 @@ fn prediction(
         }
     }
     prediction
+}
+
+/// Of what ranks take, the memory of the one that has the least room left, and its room. On devices of several kinds
+/// another may take more.
+pub fn fullest(taken: impl Iterator<Item = (u64, Memory)>, plan: &Plan, cluster: &Cluster) -> Prediction {
+    let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
+    let taken = taken.map(|(rank, memory)| {
+        let room = rooms[plan.mesh.stage_of(rank) as usize];
+        Prediction { memory, room, ..Prediction::default() }
+    });
+    taken.max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default()
 }
 
 /// The seconds of a step's kernels, each alone.
