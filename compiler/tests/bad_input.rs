@@ -329,6 +329,12 @@ fn choices_that_cannot_be_kept() {
     for pins in ["fsdp=4,ulysses=2", "fsdp=4,ulysses=2,microbatch=1"] {
         check(&[&parts[..], &["--pin", pins]].concat(), 2, &words);
     }
+    // What else is pinned is not to blame for ranks that the batch does not fill.
+    let uneven = ["plan", "llama-tiny", "--batch", "8", "--seq", "32", "--cluster", "h100:7x4"];
+    let words = ["a batch of 8 does not divide over the 28 ranks"];
+    for pins in ["tp=4", "tp=4,overlap_chunks=2", "tp=4,offload=optimizer", "tp=4,overlap_chunks=2,offload=optimizer"] {
+        check(&[&uneven[..], &["--pin", pins]].concat(), 2, &words);
+    }
     let odd = ["plan", "llama-tiny", "--batch", "8", "--seq", "100", "--cluster", "h100:4", "--precision", "fp8"];
     check(&odd, 2, &["fp8", "multiples of 16", "--precision bf16"]);
     // The sequence is divided where samples do not fill the ranks.

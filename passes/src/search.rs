@@ -68,6 +68,7 @@ use away::Away;
 use measure::Measure;
 use placed::paced;
 use shardc_ir::plan::{Request, Scope};
+use shardc_ir::units::counted;
 use shardc_ir::{Family, Feature, Graph, Plan, Seconds, Target};
 use space::{Pipelines, Space};
 
@@ -183,7 +184,7 @@ fn within<T>(
     if let Some(Recompute::Blocks(count)) =
         pins.recompute.filter(|pin| matches!(pin, Recompute::Blocks(count) if *count > blocks))
     {
-        let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");
+        let message = format!("the model has {}; pin recompute=block for all of them", counted(blocks, "block"));
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
     check_chunks(prepared, pins)?;

@@ -16,6 +16,7 @@ use super::measure::Measure;
 use crate::cluster::{Cluster, DeviceKind};
 use crate::cost::host::{Beside, Host};
 use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::units::counted;
 use shardc_ir::{Bytes, Feature, Target};
 
 /// What bounds an offload.
@@ -260,7 +261,7 @@ pub fn check(pins: &Pins, blocks: u64) -> Result<(), PlanError> {
     let Some(pinned) = pins.offloads() else { return Ok(()) };
     let fail = |message: String| Err(PlanError::Pin { pin: pinned.text(), message });
     if pinned.each().iter().flat_map(Offload::counts).any(|count| count != ALL && count > blocks) {
-        return fail(format!("the model has {blocks} blocks; leave the number out for all of them"));
+        return fail(format!("the model has {}; leave the number out for all of them", counted(blocks, "block")));
     }
     let again: Vec<Recompute> = match pins.stage_recompute.is_empty() {
         true => pins.recompute.into_iter().collect(),

@@ -183,22 +183,22 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
     if found.drops_chunks {
         return Err(placed::uncut_head(pins));
     }
-    if let Some(chunks) = pins.overlap_chunks.filter(|chunks| *chunks > 1) {
+    if pins.opens_stages() && !with_unfit {
+        let mut visited = Visited::within(measure.room(room), f64::INFINITY);
+        return enumerate(&Space { with_unfit: true, ..*space }, &mut visited);
+    }
+    // A pin stands in the way where there is something without it.
+    if let Some(chunks) = pins.overlap_chunks.filter(|chunks| *chunks > 1)
+        && opens(space, &Pins { overlap_chunks: None, ..pins.clone() })
+    {
         return Err(undivided(chunks, pins.microbatch, batch));
     }
+    if away.is_pinned && opens(space, &Pins { offload: None, stage_offload: Vec::new(), ..pins.clone() }) {
+        return Err(too_large(space));
+    }
     if pins.opens_stages() {
-        if !with_unfit {
-            let mut visited = Visited::within(measure.room(room), f64::INFINITY);
-            return enumerate(&Space { with_unfit: true, ..*space }, &mut visited);
-        }
-        if away.is_pinned && opens_without(space) {
-            return Err(too_large(space));
-        }
         let coupled = found.coupled.map(|node| schedules::coupled(prepared.graph, node));
         return Err(schedules::none(pins, line, (ranks, batch), coupled));
-    }
-    if away.is_pinned {
-        return Err(too_large(space));
     }
     if let (Some(microbatch), Some(node)) = (pins.microbatch, found.coupled) {
         let message = format!(
@@ -261,10 +261,12 @@ fn too_large(space: &Space<'_, '_>) -> PlanError {
     PlanError::Pin { pin: pinned.text(), message: message.to_string() }
 }
 
-/// Whether there are candidates where nothing is pinned to lie away from the devices.
-fn opens_without(space: &Space<'_, '_>) -> bool {
-    let pins = Pins { offload: None, stage_offload: Vec::new(), ..space.pins.clone() };
-    let away = Away { pin: None, is_pinned: false, ..space.away };
+/// Whether there are candidates under other pins.
+fn opens(space: &Space<'_, '_>, pins: &Pins) -> bool {
+    let away = match pins.offloads() {
+        None => Away { pin: None, is_pinned: false, ..space.away },
+        Some(_) => space.away,
+    };
     let visited = &mut Visited::within(away.room.device, f64::INFINITY);
-    enumerate(&Space { pins: &pins, away, ..*space }, visited).is_ok()
+    enumerate(&Space { pins, away, ..*space }, visited).is_ok()
 }

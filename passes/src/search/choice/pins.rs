@@ -427,7 +427,13 @@ impl Pins {
             (None, tp) => tp.filter(|_| !is_open).map(|_| ranks / rest),
         };
         let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
-        dp.map_or(Ok(()), |dp| divide(format!("dp={dp}"), dp))?;
+        if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
+            let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
+            let ranks = counted(dp, "data rank");
+            let message =
+                format!("a batch of {batch} does not divide over the {ranks} that are left; use a multiple of {dp}");
+            return fail(pins.join(","), message);
+        }
         if let Some(microbatch) = self.microbatch {
             let data = dp.unwrap_or(least);
             let parts = data.saturating_mul(microbatch);
@@ -516,6 +522,9 @@ mod tests {
         check("pp=2,stage_offload=none/weights", "`weights` is none of none, optimizer");
         check("pp=2,offload=none,stage_offload=none/none", "`offload=none`: stage_offload says it of each stage");
         check("dp", "write NAME=VALUE");
+        let left = Pins::parse("tp=2,cp=2").and_then(|pins| pins.check(12, 8)).map_err(|error| error.to_string());
+        let message = "pin `cp=2,tp=2`: a batch of 8 does not divide over the 3 data ranks that are left";
+        assert!(left.as_ref().is_err_and(|error| error.contains(message)), "{left:?}");
         let unnamed = |text: &str| Pins::parse(text).map(|pins| pins.unnamed()).unwrap_or_default();
         assert_eq!(unnamed("loss_chunks=2,overlap_chunks=1,keep_casts=0"), ",overlap_chunks=1,keep_casts=0");
         assert_eq!(unnamed("loss_chunks=1,offload=none,keep_casts=1"), ",loss_chunks=1,offload=none");
