@@ -229,6 +229,10 @@ fn stored(cluster: &Cluster, copies: u64, stride: u64, (is_staged, pins): (bool,
     if let Some(dp) = dp {
         return if dp == copies { vec![copies] } else { Vec::new() };
     }
+    // Without ZeRO every rank stores all: there are no parts to have replicas of.
+    if pins.zero == Some(0) {
+        return vec![copies];
+    }
     // Among the ranks of a node, and of a few nodes: a ring of all has as many hops as there are nodes.
     let within = (cluster.per_node / stride).max(1);
     let largest = |limit: u64| divisors(copies).into_iter().filter(|size| *size <= limit).max().unwrap_or(1);
@@ -352,6 +356,15 @@ mod tests {
         assert_eq!(over("h100:4x3", 3, 4), [3]);
         let cluster = Cluster::parse("h100:8x16", "h200").unwrap();
         assert_eq!(stored(&cluster, 64, 2, (true, &Pins::default())), [64, 16, 4]);
+    }
+
+    /// Replicas of parts without ZeRO would be one plan under many names, none of which is a pin.
+    #[test]
+    fn without_zero_there_are_no_parts() {
+        let cluster = Cluster::parse("h100:8x16", "h200").unwrap();
+        let over = |pins: &str| stored(&cluster, 128, 1, (false, &Pins::parse(pins).unwrap()));
+        assert_eq!((over("zero=0"), over("zero=0,fsdp=1")), (vec![128], vec![128]));
+        assert_eq!((over("zero=1").len(), over("zero=1,fsdp=8")), (5, vec![8]));
     }
 
     #[test]
