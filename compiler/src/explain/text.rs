@@ -14,11 +14,12 @@ const MOST: usize = 24;
 pub fn plan(inspection: &Inspection<'_>) -> String {
     let mut text = report::plan_text(inspection.plan);
     text.push_str(&mesh(inspection));
-    text.push_str(&stages::text(inspection));
     text.push_str(&away::text(inspection.plan));
     if let Some(unlowered) = report::unlowered(inspection.plan) {
-        let _ = writeln!(text, "\n{unlowered}; collectives and the simulated step below are those of programs");
+        let stages = if inspection.plan.stages() > 1 { "stages, " } else { "" };
+        let _ = writeln!(text, "\n{unlowered}; {stages}collectives and the simulated step below are those of programs");
     }
+    text.push_str(&stages::text(inspection));
     text.push_str(&layouts(inspection));
     text.push_str(&moved(inspection));
     text.push_str(&step(inspection));
