@@ -129,4 +129,9 @@ impl Compiled {
     pub fn tokens_per_step(&self) -> u64 {
         self.plan.request.batch * self.plan.request.seq.max(1)
     }
+
+    /// What [`tokens_per_step`](Self::tokens_per_step) counts.
+    pub fn unit(&self) -> &'static str {
+        crate::report::unit(&self.plan.request)
+    }
 }

@@ -2,7 +2,7 @@
 
 use crate::pipeline::target_of;
 use shardc_ir::feature::{self, Feature, missing};
-use shardc_ir::plan::{Memory, Scope, Search};
+use shardc_ir::plan::{Memory, Request, Scope, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, Family, Graph, Mesh, Node, NodeId, Op, OpDef, Plan, Target};
 use shardc_passes::cost;
@@ -17,14 +17,20 @@ const REPEATED: f64 = 0.1;
 /// The widest column of choices.
 const WIDEST: usize = 72;
 
+/// What a step is counted in.
+pub(crate) fn unit(request: &Request) -> &'static str {
+    if request.seq == 0 { "samples" } else { "tokens" }
+}
+
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
 pub fn plan_text(plan: &Plan) -> String {
     let (request, prediction) = (&plan.request, &plan.prediction);
     let mut text = String::new();
     let tokens = request.batch * request.seq.max(1);
-    let (batch, unit) = match request.seq {
-        0 => (counted(request.batch, "sample"), "samples"),
-        seq => (format!("{} of {}", counted(request.batch, "sequence"), counted(seq, "token")), "tokens"),
+    let unit = unit(request);
+    let batch = match request.seq {
+        0 => counted(request.batch, "sample"),
+        seq => format!("{} of {}", counted(request.batch, "sequence"), counted(seq, "token")),
     };
     let _ = writeln!(text, "{} on {}: {batch} per step, {}", request.model, request.cluster, request.precision);
     let _ = writeln!(text, "\nplan     {}", plan.choice);

@@ -219,3 +219,13 @@ fn labels_are_tokens() {
     batches(&data, &[("input_ids", &[2, 16], 1024), ("labels", &[2, 16], 1024)], 1);
     train(0, &["loss"]);
 }
+
+/// A step is counted in what it has, as it was planned.
+#[test]
+fn rates_are_of_samples_where_there_are_no_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data.safetensors");
+    batches(&data, MODELS[0].1, 1);
+    let said = check(&["train", MODELS[0].0, "--data", text(&data), "--steps", "1"], 0, &["samples/s"]);
+    assert!(!said.contains("tokens/s"), "{said}");
+}

@@ -84,7 +84,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let stop = early.unwrap_or_else(interrupt);
     let world = trainer.world().clone();
     let trained = launch::reporting(&world, || {
-        let mut run = Run::new(args, world.is_lead())?;
+        let mut run = Run::new(args, world.is_lead(), compiled.unit())?;
         let outcome = run.steps(&mut trainer, &data, &stop);
         // A step whose norm is not finite leaves the parameters as they were, on every rank alike. What was
         // trained is saved first: it matters more than what becomes of that which is said of it.
@@ -126,6 +126,8 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
 /// The steps of one run, as they are shown and written down. Only rank 0 shows and writes.
 struct Run {
     asked: u64,
+    /// What a step is counted in.
+    unit: &'static str,
     /// Whether the last step is measured.
     is_timed: bool,
     spans: Vec<Span>,
@@ -140,12 +142,12 @@ struct Run {
 }
 
 impl Run {
-    fn new(args: &TrainArgs, is_lead: bool) -> Result<Self, Error> {
+    fn new(args: &TrainArgs, is_lead: bool, unit: &'static str) -> Result<Self, Error> {
         let metrics = args.metrics.as_deref().filter(|_| is_lead).map(MetricsFile::create).transpose()?;
         let bar = progress(args.steps);
         let is_timed = args.profile || args.timeline.is_some();
         let (asked, spans, steps) = (args.steps, Vec::new(), Vec::new());
-        Ok(Self { asked, is_timed, spans, bar, metrics, ended: None, is_lead, steps, is_stopped: false })
+        Ok(Self { asked, unit, is_timed, spans, bar, metrics, ended: None, is_lead, steps, is_stopped: false })
     }
 
     /// Runs the steps that were asked for, or until all ranks agree to stop.
@@ -199,7 +201,7 @@ impl Observer for Shown<'_> {
     fn saw(&mut self, step: StepMetrics, spans: Vec<Span>) -> ControlFlow<()> {
         let run = &mut *self.run;
         if run.is_lead {
-            show(&run.bar, &step, run.asked);
+            show(run, &step);
         }
         run.ended = run.metrics.as_mut().and_then(|file| file.write(&step).err());
         run.spans = spans;
@@ -320,16 +322,17 @@ fn progress(steps: u64) -> ProgressBar {
     bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn show(bar: &ProgressBar, step: &StepMetrics, steps: u64) {
+fn show(run: &Run, step: &StepMetrics) {
+    let Run { bar, asked: steps, unit, .. } = run;
     bar.set_position(step.step + 1);
-    bar.set_message(format!("loss {:.4} {:.0} tokens/s", step.loss, step.tokens_per_s));
+    bar.set_message(format!("loss {:.4} {:.0} {unit}/s", step.loss, step.tokens_per_s));
     // Off a terminal a run is followed by its lines: about twenty of them, and the last.
     let every = (steps / 20).max(1);
-    if bar.is_hidden() && (step.step.is_multiple_of(every) || step.step + 1 == steps) {
+    if bar.is_hidden() && (step.step.is_multiple_of(every) || step.step + 1 == *steps) {
         let scale = step.loss_scale.map(|scale| format!("  loss scale {scale}")).unwrap_or_default();
         let StepMetrics { step, loss, grad_norm, step_s, tokens_per_s, .. } = step;
         say(&format!(
-            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} tokens/s{scale}\n"
+            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} {unit}/s{scale}\n"
         ));
     }
 }
@@ -422,7 +425,7 @@ fn summarize_steps(compiled: &Compiled, run: &Run, profile: Option<&Profile>) {
         |name: &str, measured: String, predicted: String| print(&format!("{name:12} {measured:>12} {predicted:>12}\n"));
     row("step", shardc_ir::Seconds(summary.step_s).to_string(), prediction.step.to_string());
     let predicted_rate = compiled.tokens_per_step() as f64 / prediction.step.0;
-    row("tokens/s", format!("{:.0}", summary.tokens_per_s), format!("{predicted_rate:.0}"));
+    row(&format!("{}/s", compiled.unit()), format!("{:.0}", summary.tokens_per_s), format!("{predicted_rate:.0}"));
     row("MFU", format!("{:.1}%", summary.mfu * 100.0), format!("{:.1}%", prediction.mfu * 100.0));
     row("peak memory", shardc_ir::Bytes(summary.peak).to_string(), prediction.memory.total().to_string());
     if let Some(profile) = profile {
