@@ -211,6 +211,7 @@ fn says_what_is_wrong() {
     );
     check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3"), &["model.layers.2.", "in no file"]);
     check(|dir| edit(dir, "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\""), &["rotary type `yarn`"]);
+    check(|dir| edit(dir, "\"rope_type\": \"default\"", "\"rope_type\": 1"), &["`rope_parameters.rope_type` must be"]);
     check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 200000"), &["field `num_hidden"]);
     check(|dir| edit(dir, "\"num_attention_heads\": 4", "\"num_attention_heads\": \"four\""), &["a whole number"]);
     for length in [4, 100, 100_000] {
@@ -221,20 +222,40 @@ fn says_what_is_wrong() {
         };
         check(cut, &["model.safetensors", if length == 4 { "4 bytes" } else { "truncated" }]);
     }
-    let doubles = |dir: &Path| {
+    // A type that no tensor of ours has, and one that others have.
+    for foreign in ["F64", "I32"] {
+        let change = |dir: &Path| {
+            let path = dir.join("model.safetensors");
+            let bytes = fs::read(&path).unwrap();
+            let (from, to) = (b"\"F32\"", format!("\"{foreign}\""));
+            let at = bytes.windows(from.len()).position(|part| part == from).unwrap();
+            fs::write(path, [&bytes[..at], to.as_bytes(), &bytes[at + to.len()..]].concat()).unwrap();
+        };
+        let words = format!("has elements of {foreign}");
+        check(change, &["model.safetensors: tensor `", &words, "F32, BF16 or F16"]);
+    }
+    let twice = |dir: &Path| {
         let path = dir.join("model.safetensors");
         let bytes = fs::read(&path).unwrap();
-        let (from, to) = (b"\"F32\"", b"\"F64\"");
-        let at = bytes.windows(from.len()).position(|part| part == from).unwrap();
-        fs::write(path, [&bytes[..at], to, &bytes[at + to.len()..]].concat()).unwrap();
+        let (length, rest) = bytes.split_at(8);
+        let (header, data) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
+        let mut header: serde_json::Value = serde_json::from_slice(header).unwrap();
+        header["model.norm.weight"] = header["model.layers.0.input_layernorm.weight"].clone();
+        let header = header.to_string();
+        fs::write(path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()).unwrap();
     };
-    check(doubles, &["model.safetensors: tensor `", "has elements of F64", "F32, BF16 or F16"]);
+    check(twice, &["`model.layers.0.input_layernorm.weight` and `model.norm.weight` take the same bytes"]);
     let index = |dir: &Path| {
         let text = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.join("model.safetensors.index.json"), text).unwrap();
         fs::remove_file(dir.join("model.safetensors")).unwrap();
     };
     check(index, &["model-00001-of-00002.safetensors", "No such file"]);
+    let number = |dir: &Path| {
+        fs::write(dir.join("model.safetensors.index.json"), r#"{"weight_map": {"lm_head.weight": 1}}"#).unwrap();
+        fs::remove_file(dir.join("model.safetensors")).unwrap();
+    };
+    check(number, &["the file of tensor `lm_head.weight` is 1"]);
     let scaled = "\"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4.0},\n  \"rope_parameters\"";
     check(|dir| edit(dir, "\"rope_parameters\"", scaled), &["rotary type `linear`"]);
     check(

@@ -235,7 +235,10 @@ fn rope(fields: &Fields<'_>) -> Result<(f64, Option<RopeScaling>), HfError> {
     let prefix = format!("{field}.");
     let rope = Fields { path: fields.path, prefix: &prefix, map };
     let theta = rope.optional_positive("rope_theta")?.or(outer).unwrap_or(10_000.0);
-    let kind = rope.get("rope_type").or_else(|| rope.get("type")).and_then(Value::as_str).unwrap_or("default");
+    let kind = match ["rope_type", "type"].into_iter().find(|field| rope.get(field).is_some()) {
+        Some(field) => map[field].as_str().ok_or_else(|| rope.wrong(field, "the name of a rotary type"))?,
+        None => "default",
+    };
     let scaling = match kind {
         "default" => None,
         "llama3" => {

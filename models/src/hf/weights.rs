@@ -119,6 +119,13 @@ impl HfWeights {
             let place: Place = place.ok_or_else(missing)?;
             let is_float = |dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16);
             let converts = tensor.ty.dtype == DType::F32 && is_float(place.ty.dtype);
+            if tensor.ty.dtype == DType::F32 && !converts {
+                return Err(HfError::ForeignType {
+                    path: shards[place.shard].path.clone(),
+                    tensor: tensor.name,
+                    dtype: file_name(place.ty.dtype).to_string(),
+                });
+            }
             if place.ty.shape != tensor.ty.shape || (place.ty.dtype != tensor.ty.dtype && !converts) {
                 return Err(HfError::WrongType {
                     path: shards[place.shard].path.clone(),
@@ -269,6 +276,9 @@ fn shard_paths(dir: &Path) -> Result<(Vec<PathBuf>, BTreeMap<String, String>), H
     let value: Value = serde_json::from_str(&text).map_err(|error| malformed(format!("not JSON: {error}")))?;
     let map = value.get("weight_map").and_then(Value::as_object);
     let map = map.ok_or_else(|| malformed("`weight_map` is missing".to_string()))?;
+    if let Some((name, file)) = map.iter().find(|(_, file)| !file.is_string()) {
+        return Err(malformed(format!("the file of tensor `{name}` is {file}, which is no name of a file")));
+    }
     let names: BTreeSet<&str> = map.values().filter_map(Value::as_str).collect();
     if let Some(name) = names.iter().find(|name| Path::new(name).components().count() != 1 || name.starts_with('.')) {
         return Err(malformed(format!("`{name}` is not the name of a file in this directory")));
@@ -302,9 +312,10 @@ fn read_header(
     file.read_exact_at(&mut header, 8).map_err(io(path))?;
     let header: Value = serde_json::from_slice(&header).map_err(|error| malformed(format!("bad header: {error}")))?;
     let header = header.as_object().ok_or_else(|| malformed("bad header: not an object".to_string()))?;
-    let mut foreign = Vec::new();
+    let (mut foreign, mut spans) = (Vec::new(), Vec::new());
     for (name, entry) in header.iter().filter(|(name, _)| *name != "__metadata__") {
         let (ty, start, end) = parse_entry(entry).map_err(|what| malformed(format!("tensor `{name}`: {what}")))?;
+        spans.push((start, end, name));
         let ty = match ty {
             Ok(ty) => ty,
             Err(dtype) => {
@@ -320,6 +331,13 @@ fn read_header(
             return Err(malformed(format!("truncated: tensor `{name}` ends at byte {end} of {there}")));
         }
         places.insert(name.clone(), Place { shard, offset: 8 + length + start, ty });
+    }
+    // By the format no byte is of two tensors, so one of them has the numbers of the other.
+    spans.sort_unstable();
+    for ((_, end, first), (start, _, second)) in spans.iter().zip(spans.iter().skip(1)) {
+        if start < end {
+            return Err(malformed(format!("tensors `{first}` and `{second}` take the same bytes")));
+        }
     }
     Ok(foreign)
 }
