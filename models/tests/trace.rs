@@ -140,6 +140,11 @@ fn mistakes_of_the_user() {
     let error =
         trace("twice", init, |model, batch| model.forward(batch.float("x", [2, 4]) + batch.float("x", [2, 4])).mean());
     assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("twice")), "{error:?}");
+    let error = trace("of a parameter", init, |model, batch| model.forward(batch.float("bias", [2, 4])).mean());
+    let words = "`bias` is the name of a parameter and of an input";
+    assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains(words)), "{error:?}");
+    let error = trace("no name", init, |model, batch| model.forward(batch.float("", [2, 4])).mean());
+    assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("empty name")), "{error:?}");
     let init = |probability: f64| {
         move |device: &Device| Dropping {
             layer: LinearConfig::new(4, 4).init(device),

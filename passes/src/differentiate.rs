@@ -15,6 +15,7 @@
 //! (Micikevicius et al., "Mixed precision training", 2018, section 3.2).
 
 use crate::error::{PassError, UserError};
+use crate::fold::leaf_name;
 use shardc_ir::ops::{
     Affine, Binary, BinaryKind, Cast, Constant, Gradient, GradientError, Input, ReduceOp, Reshape, UnaryKind,
 };
@@ -58,8 +59,9 @@ pub fn differentiate_scaled(graph: &Graph, loss: &str) -> Result<Differentiated,
 }
 
 fn from_seed(graph: &Graph, loss: &str, is_scaled: bool) -> Result<Differentiated, PassError> {
-    let is_taken = |op: &Op| matches!(op, Op::Input(input) if input.name == LOSS_SCALE);
-    if graph.leaves().any(|(_, node)| is_taken(&node.op)) {
+    // A run gives an input of this name the scale in any precision.
+    let is_given = |op: &Op| is_scaled || matches!(op, Op::Input(_));
+    if graph.leaves().any(|(_, node)| leaf_name(&node.op) == LOSS_SCALE && is_given(&node.op)) {
         return Err(UserError::ReservedName { name: LOSS_SCALE.into() }.into());
     }
     let Some(output) = graph.find_output(loss) else {

@@ -1,7 +1,7 @@
 //! The shape of derivatives: what is peeled, which gradients are made, what is refused.
 
 use crate::differentiate::{LOSS_SCALE, differentiate, differentiate_scaled};
-use crate::optimizer::{OptimizerConfig, add_optimizer};
+use crate::optimizer::{GRAD_NORM, LEARNING_RATE, OptimizerConfig, STEP, add_optimizer};
 use crate::{PassError, UserError};
 use shardc_ir::ops::{
     Binary, BinaryKind, Cast, Input, Matmul, Parameter, Reduce, ReduceOp, Softmax, SumSquares, Unary, UnaryKind,
@@ -105,6 +105,43 @@ fn no_input_of_a_model_has_the_name_of_the_scale() {
     for differentiate in [differentiate, differentiate_scaled] {
         let refused = differentiate(&graph, "loss").unwrap_err();
         assert!(matches!(refused, PassError::User(UserError::ReservedName { name }) if name == LOSS_SCALE));
+    }
+}
+
+#[test]
+fn a_parameter_has_the_name_of_the_scale_where_there_is_none() {
+    let mut graph = linear();
+    parameter(&mut graph, LOSS_SCALE, true, &[1]);
+    let refused = differentiate_scaled(&graph, "loss").unwrap_err();
+    assert!(matches!(refused, PassError::User(UserError::ReservedName { name }) if name == LOSS_SCALE));
+    assert!(differentiate(&graph, "loss").is_ok());
+}
+
+/// What the optimizer adds has names of its own: of inputs, moments, updates and the norm.
+#[test]
+fn nothing_of_a_model_has_a_name_that_the_optimizer_gives() {
+    let refused = |graph: &Graph, name: &str| {
+        let made = add_optimizer(differentiate(graph, "loss").unwrap(), &OptimizerConfig::default());
+        let is_refused =
+            matches!(&made, Err(PassError::User(UserError::ReservedName { name: taken })) if taken == name);
+        assert!(is_refused, "{name}: {made:?}");
+    };
+    let scalar = TensorType::scalar(DType::F32);
+    for name in [LEARNING_RATE, "w.m", "w.v"] {
+        let mut graph = linear();
+        add(&mut graph, Input { name: name.into() }, &[], std::slice::from_ref(&scalar));
+        refused(&graph, name);
+    }
+    for name in [GRAD_NORM, "w", "w.m"] {
+        let mut graph = linear();
+        let loss = graph.find_output("loss").unwrap().value;
+        graph.output(name, loss, OutputKind::Result);
+        refused(&graph, name);
+    }
+    for name in [LEARNING_RATE, STEP] {
+        let mut graph = linear();
+        parameter(&mut graph, name, true, &[1]);
+        refused(&graph, name);
     }
 }
 

@@ -44,8 +44,11 @@ pub enum UserError {
     /// The loss depends on no trained parameter.
     #[error("the loss depends on no trained parameter: there is nothing to train")]
     NothingToTrain,
-    /// A leaf has a name that a pass needs.
-    #[error("`{name}` is the name of an input of the training step; give the model's another name")]
+    /// A leaf or a result has a name that a pass gives.
+    #[error(
+        "`{name}` is a name that the training step gives (to its inputs, moments, updates and norm); give the model's \
+         input, parameter or result another name"
+    )]
     ReservedName {
         /// The name.
         name: String,

@@ -7,10 +7,12 @@
 
 use crate::differentiate::Differentiated;
 use crate::error::{PassError, UserError};
+use crate::fold::leaf_name;
 use serde::{Deserialize, Serialize};
 pub use shardc_ir::ops::STEP;
 use shardc_ir::ops::{Adamw, Affine, Binary, BinaryKind, Constant, Input, State, SumSquares, Total, Unary, UnaryKind};
 use shardc_ir::{DType, Graph, Node, Op, OutputKind, Role, TensorType, ValueId};
+use std::collections::BTreeSet;
 
 /// The name of the input that holds the learning rate of the step, an f32 scalar.
 pub const LEARNING_RATE: &str = "learning_rate";
@@ -59,8 +61,8 @@ impl Default for OptimizerConfig {
 /// before (the loss), [`GRAD_NORM`], and the updates; what only other results needed is dropped.
 ///
 /// # Errors
-/// If nothing is trained, an option is out of its range, or an input of the model has one of the
-/// two names and is not the number of the step, an f32 scalar.
+/// If nothing is trained, an option is out of its range, or the model has something of a name that is added and it is
+/// not the number of the step, an f32 scalar.
 pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -> Result<Graph, PassError> {
     check(&differentiated, config)?;
     let Differentiated { mut graph, gradients, scale, .. } = differentiated;
@@ -102,20 +104,36 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
     graph.rebuild(|_, _, _| Ok(false)).map_err(PassError::ill_formed("add_optimizer"))
 }
 
+/// Refuses what has a name that the step gives: leaves are told apart by theirs, and so are outputs.
+fn check_names(differentiated: &Differentiated) -> Result<(), UserError> {
+    let Differentiated { graph, gradients, .. } = differentiated;
+    let updates: BTreeSet<String> =
+        gradients.iter().map(|(parameter, _)| parameter_name(graph, *parameter).0).collect();
+    let is_moment = |name: &str| {
+        let parameter = name.strip_suffix(".m").or_else(|| name.strip_suffix(".v"));
+        parameter.is_some_and(|parameter| updates.contains(parameter))
+    };
+    let is_step =
+        |value, node: &Node| matches!(node.op, Op::Input(_)) && graph.ty(value) == &TensorType::scalar(DType::F32);
+    let leaves = graph.leaves().map(|(value, node)| (leaf_name(&node.op), is_step(value, node)));
+    let is_taken = |name: &str, is_step: bool| name == LEARNING_RATE || (name == STEP && !is_step) || is_moment(name);
+    let leaf = leaves.filter(|(name, is_step)| is_taken(name, *is_step)).map(|(name, _)| name);
+    // Other results are dropped.
+    let outputs = graph.outputs.iter().filter(|output| graph.ty(output.value).elements() == 1);
+    let outputs = outputs.map(|output| &*output.name);
+    let output = outputs.filter(|name| *name == GRAD_NORM || updates.contains(*name) || is_moment(name));
+    match leaf.chain(output).next() {
+        Some(name) => Err(UserError::ReservedName { name: name.to_string() }),
+        None => Ok(()),
+    }
+}
+
 /// Everything a user could have got wrong.
 fn check(differentiated: &Differentiated, config: &OptimizerConfig) -> Result<(), UserError> {
     if differentiated.gradients.is_empty() {
         return Err(UserError::NothingToTrain);
     }
-    for (value, node) in differentiated.graph.leaves() {
-        let is_number = differentiated.graph.ty(value) == &TensorType::scalar(DType::F32);
-        match &node.op {
-            Op::Input(input) if input.name == LEARNING_RATE || (input.name == STEP && !is_number) => {
-                return Err(UserError::ReservedName { name: input.name.clone() });
-            }
-            _ => {}
-        }
-    }
+    check_names(differentiated)?;
     let OptimizerKind::AdamW { beta1, beta2, eps, weight_decay } = config.kind;
     let decay = "at least 0 and below 1";
     for (option, value, range, good) in [

@@ -64,6 +64,9 @@ impl Batch {
         if self.inputs.iter().any(|(known, _, _)| known == name) {
             self.mistakes.push(format!("input `{name}` is declared twice"));
         }
+        if name.is_empty() {
+            self.mistakes.push("an input has an empty name: give it one by which it is fed".to_string());
+        }
         if [STEP, SAMPLE].contains(&name) {
             self.mistakes.push(format!("input `{name}`: the training step has one of this name; give yours another"));
         }

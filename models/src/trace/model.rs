@@ -66,6 +66,7 @@ pub fn trace<M: Module>(
     let mut values = std::mem::take(&mut forward.values);
     values.append(&mut init.values);
     let graph = finish(forward.b)?;
+    check_names(&graph)?;
     let trained = graph.leaves().filter(|(_, node)| matches!(&node.op, Op::Parameter(p) if !p.frozen));
     let parameters = trained.map(|(value, _)| graph.ty(value).elements()).sum();
     let inputs = graph.leaves().filter_map(|(value, node)| match &node.op {
@@ -85,6 +86,25 @@ pub fn trace<M: Module>(
         unused,
         tied: slots.tied,
     })
+}
+
+/// Refuses a name that a parameter and an input of the step share: what is given to either is given by it.
+fn check_names(graph: &Graph) -> Result<(), TraceError> {
+    let inputs = graph.leaves().filter_map(|(_, node)| match &node.op {
+        Op::Input(input) => Some(input.name.as_str()),
+        _ => None,
+    });
+    let inputs: HashSet<&str> = inputs.collect();
+    for (_, node) in graph.leaves() {
+        if let Op::Parameter(Parameter { name, .. }) = &node.op
+            && inputs.contains(name.as_str())
+        {
+            let message =
+                format!("`{name}` is the name of a parameter and of an input of the step; rename one of them");
+            return Err(TraceError::Module(message));
+        }
+    }
+    Ok(())
 }
 
 /// The parameters, shared ones once.
