@@ -37,7 +37,9 @@ pub enum ClusterError {
     )]
     Form(String),
     /// No profile has this name.
-    #[error("unknown device `{name}`; did you mean `{nearest}`? known devices are {known}")]
+    #[error(
+        "unknown device `{name}`; did you mean `{nearest}`? known devices are {known}; `cuda:N` are GPUs of this machine"
+    )]
     UnknownDevice {
         /// What was written.
         name: String,
