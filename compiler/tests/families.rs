@@ -229,3 +229,16 @@ fn rates_are_of_samples_where_there_are_no_tokens() {
     let said = check(&["train", MODELS[0].0, "--data", text(&data), "--steps", "1"], 0, &["samples/s"]);
     assert!(!said.contains("tokens/s"), "{said}");
 }
+
+/// Data is not left out of a run: it is for another plan, or the plan for other data.
+#[test]
+fn batches_are_of_the_shape_that_was_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, data) = (dir.path().join("plan.json"), dir.path().join("data.safetensors"));
+    check(&["plan", MODELS[0].0, "--cluster", "cpu:1", "--batch", "4", "-o", text(&plan)], 0, &[]);
+    batches(&data, MODELS[0].1, 1);
+    let words = ["has batches of 8, and the plan is for batches of 4\n", "give batches of the plan's shape"];
+    check(&["train", text(&plan), "--data", text(&data), "--steps", "1"], 2, &words);
+    let asked = ["train", MODELS[0].0, "--data", text(&data), "--steps", "1", "--batch", "4"];
+    check(&asked, 2, &["--batch 4 contradicts the data, whose batches are 8\n"]);
+}

@@ -119,6 +119,11 @@ fn default_batch(cluster: &Cluster) -> u64 {
     DEFAULT_BATCH.next_multiple_of(cluster.ranks().max(1))
 }
 
+/// How large batches are, of samples or of sequences of tokens.
+pub fn shape(batch: u64, seq: u64) -> String {
+    if seq == 0 { batch.to_string() } else { format!("{batch} x {seq}") }
+}
+
 /// The batch: what the data fixes, else the flags, else a default.
 ///
 /// # Errors
@@ -132,7 +137,7 @@ pub fn batch(
     if let Some((batch, seq)) = fixed {
         for (flag, asked, is) in [("--batch", args.batch, batch), ("--seq", args.seq, seq)] {
             if let Some(asked) = asked.filter(|asked| *asked != is) {
-                let message = format!("{flag} {asked} contradicts the data, whose batches are {batch} x {seq}");
+                let message = format!("{flag} {asked} contradicts the data, whose batches are {}", shape(batch, seq));
                 return Err(Error::request(message, format!("leave {flag} out")));
             }
         }

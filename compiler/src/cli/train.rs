@@ -285,8 +285,10 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
         return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
     }
     if let Some((batch, seq)) = fixed.filter(|fixed| *fixed != (asked.batch, asked.seq)) {
-        let planned = format!("batches of {} x {}", asked.batch, asked.seq);
-        return contradiction("--data", format!("with batches of {batch} x {seq}"), &planned);
+        let (data, planned) = (args.data.display(), request::shape(asked.batch, asked.seq));
+        let given = request::shape(batch, seq);
+        let message = format!("--data {data} has batches of {given}, and the plan is for batches of {planned}");
+        return Err(Error::request(message, "give batches of the plan's shape, or make another plan"));
     }
     if let Some(wrong) = Compiled::contradiction(&plan) {
         let message = format!("{} contradicts itself: {wrong}", path.display());
