@@ -66,8 +66,9 @@ impl NamedModel {
         }
         // Whatever looks like a path was meant as one.
         if name.contains(['/', '\\']) {
-            let source = std::io::Error::from(std::io::ErrorKind::NotFound);
-            return Err(Error::Io { path: dir.to_path_buf(), source });
+            let fix = "a model is a built-in name, or the path of a directory with config.json and safetensors; a path that \
+                       does not begin with `/`, a plan's too, is one from the working directory";
+            return Err(Error::request(format!("{name}: there is no such directory"), fix));
         }
         let error = zoo::build(name, 1, 2).err();
         Err(error.map_or_else(|| Error::Bug(format!("model `{name}` is listed and not found")), Error::from))

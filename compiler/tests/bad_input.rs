@@ -57,6 +57,7 @@ fn cluster_files() {
     }
     check_plan(&["--cluster", "nowhere.toml"], 2, &["nowhere.toml", "No such file"]);
     check_plan(&["--cluster", "gpu:2"], 2, &["unknown device `gpu`", "`cuda:N` are GPUs of this machine"]);
+    check(&["plan", "no/model"], 2, &["no/model: there is no such directory", "from the working directory"]);
     check_plan(&["--cluster", "cluster.json"], 2, &["`cluster.json` is not a cluster", "TOML"]);
 }
 
