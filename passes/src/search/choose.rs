@@ -218,7 +218,7 @@ fn chosen(
             excess.insert(kin(candidate), factor.max(more));
             continue;
         }
-        // What chunks hide hardly tells one pipeline from another: the fastest alone is tried in them.
+        // Of pipelines one is tried in chunks, when all are known.
         if candidate.stages.is_some() {
             close.push((index, plan));
             continue;

@@ -3,7 +3,7 @@
 //!
 //! What chunks hide depends on the order of kernels and collectives, and what they lose on kernels of small products
 //! and on more launches. So plans in chunks are not estimated. For plans that are lowered anyway, of pipelines the
-//! fastest, and for the fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as
+//! one that promises most, and for the fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as
 //! well; of pipelines of [too many](LONG) microbatches only if they are pinned. The estimate and the bound that a
 //! search reports are those of whole plans.
 //!
@@ -28,6 +28,9 @@ const GAIN: f64 = 0.005;
 
 /// The share of the communication within blocks that chunks are thought to hide at the most, before they are tried.
 const HIDDEN: f64 = 0.8;
+
+/// The share of it that they usually hide in the stages of a pipeline.
+const USUAL: f64 = 0.2;
 
 /// What layouts are found for that are to be in chunks: those with which kernels have less to do are worth more of what
 /// chunks hide then.
@@ -148,7 +151,7 @@ pub(in crate::search) fn in_chunks<'a>(
     Ok(best.unwrap_or((candidate.overlap_chunks, plan)))
 }
 
-/// Tries the fastest pipeline in chunks that may become the fastest plan in them.
+/// Tries the pipeline in chunks that is likely the fastest in them ([`usual`]), if it may become the fastest plan.
 ///
 /// # Errors
 /// Those of `make`.
@@ -165,8 +168,9 @@ pub(in crate::search) fn of_pipelines(
         let candidate = &candidates[lowered[*at].0];
         candidate.stages.is_some() && hidden.may_gain(candidate, step(*at), space, least)
     };
-    let fastest = (0..lowered.len()).filter(may_gain).min_by(|a, b| step(*a).total_cmp(&step(*b)));
-    if let Some(at) = fastest {
+    let in_chunks_of = |at: &usize| usual(&candidates[lowered[*at].0], step(*at));
+    let likely = (0..lowered.len()).filter(may_gain).min_by(|a, b| in_chunks_of(a).total_cmp(&in_chunks_of(b)));
+    if let Some(at) = likely {
         let (index, plan) = lowered.remove(at);
         let own = (least, std::iter::empty(), hidden);
         let (chunks, plan) = in_chunks(&candidates[index], plan, space, own, make)?;
@@ -174,6 +178,11 @@ pub(in crate::search) fn of_pipelines(
         lowered.insert(at, (index, plan));
     }
     Ok(())
+}
+
+/// What a candidate usually takes in chunks, of `alone` seconds without.
+fn usual(candidate: &Candidate, alone: f64) -> f64 {
+    alone - if candidate.stages.is_some() { USUAL * candidate.within } else { 0.0 }
 }
 
 /// Whether to predict a plan in chunks takes seconds.
@@ -279,7 +288,9 @@ pub(in crate::search) fn likely(candidates: &[Candidate], known: &[usize], space
     let fastest = step(known.first()?);
     let hidden = &Hidden::default();
     let may_gain = |index: &usize| hidden.may_gain(&candidates[*index], step(index), space, fastest);
-    let own = known.iter().copied().find(may_gain);
+    let in_chunks_of = |index: &usize| usual(&candidates[*index], step(index));
+    let open = known.iter().copied().filter(may_gain);
+    let own = open.min_by(|a, b| in_chunks_of(a).total_cmp(&in_chunks_of(b)));
     let index = own.or_else(|| contender(candidates, known, (&[], hidden), space, fastest))?;
     let overlap_chunks = CHUNKS.into_iter().find(|chunks| *chunks > candidates[index].overlap_chunks)?;
     let in_chunks = Candidate { overlap_chunks, ..candidates[index].clone() };
