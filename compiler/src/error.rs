@@ -68,6 +68,8 @@ pub enum DataError {
     BeyondVocabulary {
         /// The file.
         path: PathBuf,
+        /// What made its tokens, if it is a text.
+        tokenizer: Option<PathBuf>,
         /// The token.
         token: i64,
         /// Its index in the file.
@@ -160,6 +162,10 @@ impl DataError {
                 "--tokenizer takes the tokenizer.json of the model; without it, tokens are bytes".into()
             }
             Self::TooShort { tokens, .. } => format!("give more data, or --seq {tokens} or less"),
+            Self::BeyondVocabulary { tokenizer: Some(tokenizer), vocab, .. } => format!(
+                "{} is of a larger vocabulary: give the model's own with --tokenizer, or a model that knows more than {vocab}",
+                tokenizer.display()
+            ),
             Self::BeyondVocabulary { .. } => {
                 "tokenize the data with the model's own tokenizer (--tokenizer tokenizer.json for a text file)".into()
             }

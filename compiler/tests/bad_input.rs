@@ -78,7 +78,13 @@ fn budgets() {
     for size in ["0", "NaN", "24QB", "1e30GiB", ""] {
         check_plan(&["--cluster", "h100:8", "--device-memory", size], 2, &["--device-memory", "write 24GiB"]);
     }
-    let words = ["no plan fits in 1.00 MiB per rank", "the nearest", "needs", "give each rank", "more than 8 ranks"];
+    let words = [
+        "no plan fits in 1.00 MiB per rank",
+        "the nearest",
+        "needs",
+        "give each rank",
+        "by an estimate, or use more than 8 ranks",
+    ];
     check_plan(&["--cluster", "h100:8", "--device-memory", "1MiB"], 3, &words);
     let words = ["no plan fits", "under these pins", "drop a pin"];
     check_plan(&["--cluster", "h100:8", "--device-memory", "1MiB", "--pin", "zero=0"], 3, &words);
@@ -331,6 +337,9 @@ fn choices_that_cannot_be_kept() {
     for pins in ["fsdp=4,ulysses=2", "fsdp=4,ulysses=2,microbatch=1"] {
         check(&[&parts[..], &["--pin", pins]].concat(), 2, &words);
     }
+    // Several axes are told as they were written.
+    let odd = ["plan", "llama-tiny", "--batch", "8", "--seq", "30", "--cluster", "h100:8", "--pin", "cp=2x2"];
+    check(&odd, 2, &["pin `cp=2x2`: 4 does not divide the sequence of 30"]);
     // What else is pinned is not to blame for ranks that the batch does not fill.
     let uneven = ["plan", "llama-tiny", "--batch", "8", "--seq", "32", "--cluster", "h100:7x4"];
     let words = ["a batch of 8 does not divide over the 28 ranks"];

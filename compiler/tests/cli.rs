@@ -228,6 +228,12 @@ fn bad_data() {
     let words = file("words.txt", &b"shardc ".repeat(100));
     let with_words = ["--tokenizer", text(&words), "--batch", "1", "--seq", "16"];
     check_train(&model, &words, &with_words, 2, &["words.txt", "tokenizer.json of the model"]);
+    let foreign = br#"{"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"shardc": 300}, "unk_token": "shardc"}}"#;
+    let foreign = file("foreign.json", foreign);
+    let by_foreign = [&["--tokenizer", text(&foreign)], &small[..]].concat();
+    let said = ["token 300", "foreign.json is of a larger vocabulary", "knows more than 256"];
+    check_train(&model, &words, &by_foreign, 2, &said);
     let batches = model.join("batches.safetensors");
     check_train(&model, &batches, &["--batch", "8"], 2, &["--batch 8", "4 x 32"]);
     let many = ["train", text(&model), "--data", text(&batches), "--steps", "11"];

@@ -128,7 +128,9 @@ fn check_range(path: &Path, name: &str, step: usize, ids: &HostTensor, range: Ra
     let Some((position, value)) = numbers.find(|(_, value)| !range.holds(*value)) else { return Ok(()) };
     let (path, position) = (path.to_path_buf(), position as u64);
     Err(match name {
-        "input_ids" => DataError::BeyondVocabulary { path, token: value, position, vocab: range.below },
+        "input_ids" => {
+            DataError::BeyondVocabulary { path, tokenizer: None, token: value, position, vocab: range.below }
+        }
         _ => DataError::BeyondRange { path, input: format!("{name}.{step}"), value, position, range },
     })
 }

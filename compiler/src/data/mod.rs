@@ -42,6 +42,8 @@ pub enum Data {
 /// A token stream cut into shuffled samples.
 pub struct TokenStream {
     path: PathBuf,
+    /// What made the tokens of a text, if it did.
+    tokenizer: Option<PathBuf>,
     tokens: Tokens,
     batch: u64,
     seq: u64,
@@ -130,7 +132,8 @@ pub fn open_stream(path: &Path, tokenizer: Option<&Path>, config: StreamConfig) 
         tracing::warn!("{path}: tokens of 16 bits cannot be those from 65,536 on, and the model knows {vocab}");
     }
     let order = SampleOrder::new(samples, seed);
-    Ok(Data::Stream(TokenStream { path: path.to_path_buf(), tokens, batch, seq, vocab, order }))
+    let tokenizer = tokenizer.filter(|_| matches!(tokens, Tokens::Owned(_))).map(Path::to_path_buf);
+    Ok(Data::Stream(TokenStream { path: path.to_path_buf(), tokenizer, tokens, batch, seq, vocab, order }))
 }
 
 impl TokenStream {
@@ -161,8 +164,8 @@ impl TokenStream {
         match self.tokens.find_foreign(from, to, self.vocab) {
             None => Ok(()),
             Some((position, token)) => {
-                let (path, vocab) = (self.path.clone(), self.vocab);
-                Err(DataError::BeyondVocabulary { path, token, position, vocab })
+                let (path, tokenizer, vocab) = (self.path.clone(), self.tokenizer.clone(), self.vocab);
+                Err(DataError::BeyondVocabulary { path, tokenizer, token, position, vocab })
             }
         }
     }

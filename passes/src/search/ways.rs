@@ -191,7 +191,7 @@ fn check(prepared: &Prepared<'_>, request: &Request, pins: &Pins) -> Result<(), 
         if let Some(degree) = pins.degree(family).filter(does_not_divide) {
             let seq = request.seq;
             let message = format!("{degree} does not divide the sequence of {seq}; use a divisor of it");
-            return fail(format!("{family}={degree}"), message);
+            return fail(pins.pin(family), message);
         }
     }
     if let Some(ep) = pins.degree(Family::Expert).filter(|ep| *ep > 1 && !divides_experts(prepared, *ep)) {

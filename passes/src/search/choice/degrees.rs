@@ -108,16 +108,21 @@ impl Degrees {
 
     /// One family as a pin would say it: `tp=2x2` over two axes, `cp=1` where it divides nothing.
     pub fn pin(&self, family: Family) -> String {
-        match self.sizes(family) {
-            [] => format!("{family}=1"),
-            sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
-        }
+        text(family, self.sizes(family))
     }
 
     /// The degrees as pins would say them: `dp=2,tp=4`, or `tp=2x2` over two axes.
     pub fn text(&self) -> String {
         let named = Family::ALL.into_iter().filter(|family| self.degree(*family) > 1 || ALWAYS_NAMED.contains(family));
         named.map(|family| self.pin(family)).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// The axes of a family as a pin says them.
+pub(super) fn text(family: Family, sizes: &[u64]) -> String {
+    match sizes {
+        [] => format!("{family}=1"),
+        sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Pins: choices that the user fixes.
 
+use super::degrees;
 use super::offload::{Offload, Offloads};
 use crate::search::error::PlanError;
 
@@ -263,6 +264,16 @@ impl Pins {
         self.axes.iter().map(|(family, sizes)| (*family, sizes.iter().product()))
     }
 
+    /// The pin of a family, as it was written.
+    pub(in crate::search) fn pin(&self, family: Family) -> String {
+        degrees::text(family, self.axes.get(&family).map_or(&[], Vec::as_slice))
+    }
+
+    /// The pins of all degrees.
+    fn pinned(&self) -> String {
+        self.axes.keys().map(|family| self.pin(*family)).collect::<Vec<_>>().join(",")
+    }
+
     /// The ranks that some families have together, as far as they are pinned.
     pub fn product(&self, families: &[Family]) -> u64 {
         families.iter().filter_map(|family| self.degree(*family)).fold(1, u64::saturating_mul)
@@ -381,13 +392,13 @@ impl Pins {
         let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
         self.check_stages()?;
         let degrees: Vec<(Family, u64)> = self.degrees().collect();
-        for (name, degree) in &degrees {
+        for (family, degree) in &degrees {
             if !ranks.is_multiple_of(*degree) {
                 let message = format!(
                     "{degree} does not divide the cluster's {}; use a divisor of {ranks}",
                     counted(ranks, "rank")
                 );
-                return fail(format!("{name}={degree}"), message);
+                return fail(self.pin(*family), message);
             }
         }
         // How many stages there are is open, unless it is pinned.
@@ -400,8 +411,7 @@ impl Pins {
                 fix += &format!(", or cp={} as well", ranks / all);
             }
             let message = format!("they make {} and the cluster has {ranks}; {fix}", counted(all, "rank"));
-            let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
-            return fail(pins.join(","), message);
+            return fail(self.pinned(), message);
         }
         if let (Some(fsdp), Some(0)) = (self.degree(Family::Fsdp).filter(|fsdp| *fsdp > 1), self.zero) {
             let message = "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3".to_string();
@@ -428,11 +438,10 @@ impl Pins {
         };
         let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
         if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
-            let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
             let ranks = counted(dp, "data rank");
             let message =
                 format!("a batch of {batch} does not divide over the {ranks} that are left; use a multiple of {dp}");
-            return fail(pins.join(","), message);
+            return fail(self.pinned(), message);
         }
         if let Some(microbatch) = self.microbatch {
             let data = dp.unwrap_or(least);
@@ -501,7 +510,7 @@ mod tests {
         check("pp=1,tp=0", "at least 1");
         check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");
         check("fsdp=2,zero=0", "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3");
-        check("cp=2,tp=2x2", "pin `cp=2,tp=4`: they make 8 ranks and the cluster has 4; pin only one of them");
+        check("cp=2,tp=2x2", "pin `cp=2,tp=2x2`: they make 8 ranks and the cluster has 4; pin only one of them");
         check("tp=2x0", "`2x0` is not a product of sizes above 1, as 2x4 is");
         check("dp=2x2", "`2x2` is not a whole number");
         check("ep=3", "3 does not divide the cluster's 4 ranks");

@@ -240,6 +240,10 @@ pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused,
                 format!("give the host {}", needed.rounded_up()),
             )
         }
+        // No program tells how far an estimate is off.
+        _ if refused.is_empty() => {
+            (String::new(), format!("give each rank {}, by an estimate", needs.total().rounded_up()))
+        }
         _ => (String::new(), format!("give each rank {}", needs.total().rounded_up())),
     };
     let mut fixes = vec![give];
