@@ -19,6 +19,9 @@ pub const LEARNING_RATE: &str = "learning_rate";
 /// The name of the output that holds the norm of all gradients before clipping.
 pub const GRAD_NORM: &str = "grad_norm";
 
+/// What the names of a parameter's moments have behind its own.
+const MOMENTS: [&str; 2] = [".m", ".v"];
+
 /// What PyTorch's `clip_grad_norm_` adds to the norm before it divides by it.
 const CLIP_EPS: f64 = 1e-6;
 
@@ -91,13 +94,13 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
         builder.path = path;
         let ty = builder.graph.ty(parameter).with_dtype(DType::F32);
         let mut leaves = vec![parameter];
-        for moment in ["m", "v"] {
-            let state = State { name: format!("{name}.{moment}"), init: 0.0, cast_of: None };
+        for moment in MOMENTS {
+            let state = State { name: format!("{name}{moment}"), init: 0.0, cast_of: None };
             leaves.push(builder.add(state, &[], std::slice::from_ref(&ty))?);
         }
         let operands = [parameter, gradient, leaves[1], leaves[2], scale, learning_rate, step];
         let updated = builder.add_many(Adamw { beta1, beta2, eps, weight_decay, cast: None }, &operands, &[])?;
-        for (leaf, (value, suffix)) in leaves.into_iter().zip(updated.into_iter().zip(["", ".m", ".v"])) {
+        for (leaf, (value, suffix)) in leaves.into_iter().zip(updated.into_iter().zip(["", MOMENTS[0], MOMENTS[1]])) {
             builder.graph.output(format!("{name}{suffix}"), value, OutputKind::Update(leaf));
         }
     }
@@ -110,7 +113,7 @@ fn check_names(differentiated: &Differentiated) -> Result<(), UserError> {
     let updates: BTreeSet<String> =
         gradients.iter().map(|(parameter, _)| parameter_name(graph, *parameter).0).collect();
     let is_moment = |name: &str| {
-        let parameter = name.strip_suffix(".m").or_else(|| name.strip_suffix(".v"));
+        let parameter = MOMENTS.iter().find_map(|suffix| name.strip_suffix(suffix));
         parameter.is_some_and(|parameter| updates.contains(parameter))
     };
     let is_step =
