@@ -231,20 +231,18 @@ pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused,
         breakdown += &format!("; {undivided}");
     }
     let is_pinned = *pins != Default::default();
+    // No program tells how far an estimate is off.
+    let by = if refused.is_empty() { ", by an estimate" } else { "" };
     let (share, give) = match cluster.share_of_host() {
         Some(share) if share == bound => {
             let host = cluster.host_memory();
             let (ranks, needed) = (cluster.per_node, cluster.on_host(needs.total()));
             (
                 format!(", its share of the host's {host} over {ranks} ranks"),
-                format!("give the host {}", needed.rounded_up()),
+                format!("give the host {}{by}", needed.rounded_up()),
             )
         }
-        // No program tells how far an estimate is off.
-        _ if refused.is_empty() => {
-            (String::new(), format!("give each rank {}, by an estimate", needs.total().rounded_up()))
-        }
-        _ => (String::new(), format!("give each rank {}", needs.total().rounded_up())),
+        _ => (String::new(), format!("give each rank {}{by}", needs.total().rounded_up())),
     };
     let mut fixes = vec![give];
     // Without pins, every way to store parts has been tried on so many ranks.
