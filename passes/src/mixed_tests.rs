@@ -140,7 +140,7 @@ fn stages_have_the_memory_of_their_devices() {
     let graph = llama(sizes, DType::Bf16);
     for parts in [[("h100", 1), ("a100-40", 1)], [("a100-40", 1), ("h100", 1)]] {
         let mixed = cluster(&parts);
-        let plan = confirmed(sizes, &graph, &mixed, "pp=2,dp=4,schedule=gpipe,recompute=none,microbatch=6");
+        let plan = confirmed(sizes, &graph, &mixed, "pp=2,dp=4,schedule=gpipe,recompute=none,microbatch=3");
         let (programs, _) = simulated(&plan, &mixed);
         let rooms = mixed.rooms(&plan.mesh, mixed.usable_memory());
         let taken: Vec<_> = programs.iter().map(|program| memory(program).total()).collect();

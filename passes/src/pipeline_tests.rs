@@ -252,7 +252,7 @@ fn what_fits_in_unequal_stages_is_not_the_end() {
 /// The first stage holds most microbatches: where memory is short it computes again, and the last one does not.
 #[test]
 fn stages_compute_again_what_they_must() {
-    let sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let sizes = Sizes { layers: 8, batch: 32, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
     let pins = "pp=4,dp=2,schedule=1f1b,zero=0,microbatch=1";
     let plan = |more: &str, memory: u64| searched(sizes, "h200:8", &format!("{pins}{more}"), Scope::Runnable, memory);
     let free = plan(",recompute=none", 140 << 30).expect("a plan").prediction;

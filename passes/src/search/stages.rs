@@ -459,7 +459,7 @@ impl Tries<'_> {
         if problem.lacks() && !mesh.with_unfit {
             return Some(false);
         }
-        let Solution { cuts, mut recompute, lengths, offload, relief, prediction } = problem.solve()?;
+        let Solution { cuts, mut recompute, lengths, offload, relief, prediction, .. } = problem.solve()?;
         let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
         if recompute.iter().all(|own| *own == most) {
             recompute.clear();

@@ -4,6 +4,7 @@ use super::cuts::Alone;
 use super::held::Held;
 use super::levels::{Again, Choice, Level, Levels, Pace};
 use super::line::Once;
+use super::schedules::MANY;
 use super::{Recompute, Sums, Tries};
 use crate::cost::collective::distance;
 use crate::pipeline::order::Lengths;
@@ -18,6 +19,14 @@ use std::rc::Rc;
 
 /// In how many units a plan says how long its longest part of a chunk takes.
 pub(super) const LONGEST: f64 = 10_000.0;
+
+/// Cuts are refined where a step has fewer than [`MANY`] microbatches for each stage and so many cuts at the most, and
+/// takes less than so many times the fastest that is known; by moving some by so many places, as long as it then takes no
+/// more than such a share.
+const FEW_CUTS: usize = 31;
+const NEAR: f64 = 1.1;
+const MOVES: [isize; 6] = [-4, -2, -1, 1, 2, 4];
+const LESS: f64 = 0.999;
 
 /// Cuts are to be found, where stages have a choice of levels.
 pub(super) struct Problem<'a> {
@@ -59,6 +68,8 @@ pub(super) type Part = (usize, usize, usize);
 
 /// Cuts, what each stage computes again and what leaves its devices, and what they take.
 pub(super) struct Solution {
+    /// Where the first chunk begins and each ends.
+    ends: Vec<usize>,
     pub cuts: Vec<NodeId>,
     pub recompute: Vec<Recompute>,
     pub lengths: Vec<Length>,
@@ -211,7 +222,36 @@ impl Problem<'_> {
                 best = Some(found);
             }
         }
-        best
+        best.map(|best| self.refined(best))
+    }
+
+    /// Moves runs of neighbouring cuts as long as that makes the step shorter, as running its schedule tells. With few
+    /// microbatches a step is filling and draining for much of its time, and stages that are equal are not the fastest.
+    fn refined(&self, mut best: Solution) -> Solution {
+        let Tries { mesh, stages, .. } = self.tries;
+        let (cuts, is_near) = (best.ends.len() - 2, best.prediction.step.0 < NEAR * self.tries.best());
+        if !best.prediction.fits() || !is_near || mesh.placed.microbatches >= MANY * stages || cuts > FEW_CUTS {
+            return best;
+        }
+        let runs = (1..=cuts).flat_map(|first| (first..=cuts).map(move |last| (first, last)));
+        let moves: Vec<_> = runs.flat_map(|run| MOVES.map(|by| (run, by))).collect();
+        loop {
+            let before = best.prediction.step.0;
+            for ((first, last), by) in moves.iter().copied() {
+                let mut ends = best.ends.clone();
+                ends[first..=last].iter_mut().for_each(|end| *end = end.saturating_add_signed(by));
+                if ends[first] <= ends[first - 1] || ends[last] >= ends[last + 1] {
+                    continue;
+                }
+                let enough = LESS * best.prediction.step.0;
+                let found = self.cut_at(&ends, enough);
+                best =
+                    found.filter(|found| found.prediction.fits() && found.prediction.step.0 < enough).unwrap_or(best);
+            }
+            if best.prediction.step.0 == before {
+                return best;
+            }
+        }
     }
 
     /// What cuts at these places come to; nothing, if that is seen to be a step of so many seconds or more.
@@ -261,7 +301,7 @@ impl Problem<'_> {
         let cuts = inner.iter().map(|cut| mesh.line.main[self.line().places[*cut]]).collect();
         let (lengths, _) = self.lengths(ends, &levels);
         let recompute = levels.iter().map(|level| self.levels.all[*level].recompute).collect();
-        Some(Solution { cuts, recompute, lengths, offload, relief, prediction })
+        Some(Solution { ends: ends.to_vec(), cuts, recompute, lengths, offload, relief, prediction })
     }
 
     /// What lies away from the devices of each stage, and what that takes from them and adds to a step; nothing, if no
