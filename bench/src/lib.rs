@@ -1,5 +1,6 @@
 //! Speed, memory and prediction error, measured.
 
 pub mod agreement;
+pub mod measured;
 pub mod planning;
 pub mod published;

@@ -34,7 +34,7 @@ fn errors_stay_below_their_bounds() {
         assert!(summary.mape < bound, "{split}: {:.3} is not below {bound}", summary.mape);
     }
     // Sequences of up to a million tokens, with the ranks of a sequence and without: every single run. The figures
-    // of their software were fitted with these among others; RESULTS.md says how far a fit to half is off on the rest.
+    // of their software were fitted with these among others; HISTORY.md says how far a fit to half is off on the rest.
     let long = outcome.scored.iter().filter(|run| run.row.split == "long");
     let far: Vec<String> = long.filter(|run| run.error().abs() > 0.10).map(|run| run.row.label()).collect();
     assert!(summaries.splits["long"].n == 15 && far.is_empty(), "{far:?}");

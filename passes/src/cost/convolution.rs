@@ -6,7 +6,7 @@ use shardc_ir::ops::{Op, Window};
 use shardc_ir::{DType, TensorType};
 
 /// How many times as long it takes to read, or make filters of, fewer channels than 16 bytes: the colours of pictures for
-/// ResNet-50 and a U-Net in bf16 on an H200, 3.6 to 6.6 times (`bench/RESULTS.md`).
+/// ResNet-50 and a U-Net in bf16 on an H200, 3.6 to 6.6 times (`bench/HISTORY.md`).
 const FEW_CHANNELS: f64 = 5.0;
 
 /// By which power of the channels that lack to [`MANY_CHANNELS`] convolutions with windows of several elements take longer

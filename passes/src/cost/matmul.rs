@@ -76,7 +76,7 @@ pub fn copied_bytes(matmul: &Matmul, operands: &[TensorType]) -> f64 {
 }
 
 /// How many times as long products take with a matrix whose rows do not begin at multiples of 16 bytes, which cannot be
-/// copied as blocks: 1.7 to 3 times on an H200 beside products of the same sizes whose rows do (`bench/RESULTS.md`).
+/// copied as blocks: 1.7 to 3 times on an H200 beside products of the same sizes whose rows do (`bench/HISTORY.md`).
 const UNALIGNED: f64 = 2.0;
 
 /// The factor on the arithmetic of a product that reads or makes these matrices.

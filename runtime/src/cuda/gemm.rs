@@ -245,7 +245,7 @@ impl Blas {
             (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
         ];
         // Neither reduction in place nor one in the type of the result: in 16 bits both round every part, and of results in
-        // f32 those that are proposed instead are as fast or faster (`bench/RESULTS.md`).
+        // f32 those that are proposed instead are as fast or faster (`bench/HISTORY.md`).
         set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, std::ptr::from_ref(&REDUCTIONS).cast(), 4)?;
         for (attribute, address) in alignments {
             set(attribute, std::ptr::from_ref(&alignment(address)).cast(), 4)?;

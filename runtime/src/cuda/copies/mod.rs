@@ -32,7 +32,7 @@ const SWITCH: &str = "SHARDC_CUDA_COPIES";
 /// Bytes for each rank, and of each tensor on average, below which a collective is NCCL's: what it takes then is waiting. Sums
 /// of 19 MB over four H100s take 125 us by NCCL's kernels and 182 us by copies; of 100 MB and more, and of gradients of 32
 /// MiB beside products, copies are faster, but for buckets of many tensors; of 25 MB over two H200s as well, beside products
-/// (`bench/RESULTS.md`).
+/// (`bench/HISTORY.md`).
 const LEAST_OF_RANK: u64 = 8 << 20;
 const LEAST_OF_EACH: u64 = 4 << 20;
 

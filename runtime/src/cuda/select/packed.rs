@@ -1,7 +1,7 @@
 //! Collectives of many small tensors as one: what ranks send is packed side by side, and what comes is unpacked.
 //!
 //! NCCL takes some microseconds for each tensor of a group of calls, so gradients of hundreds of small tensors take several
-//! times as long as their bytes (`bench/RESULTS.md`). Each tensor's part begins at a multiple of 16 bytes; what
+//! times as long as their bytes (`bench/HISTORY.md`). Each tensor's part begins at a multiple of 16 bytes; what
 //! lies between two is reduced or sent as well, and read by nobody.
 
 use super::many::{cast_row, cast_table};
