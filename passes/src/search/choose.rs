@@ -1,13 +1,13 @@
-//! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
+//! Which of the candidates becomes the plan: those with the best estimates are lowered, and their programs decide.
 //!
-//! Lowered are those that come out fastest, and all whose estimates are within [2%](CLOSE) of theirs, three at the
-//! most. The prediction of the plan is the simulation and the allocation of its programs. Around that
+//! The candidate with the fastest estimate is lowered, and those whose estimates are within [2%](CLOSE) of it, three in
+//! all. The plan's prediction is the simulation and the allocation of its programs. Around that
 //!
 //! * [`lowering`] lowers plans on several threads before they are asked for;
-//! * [`fitted`] decides how much is computed again, [`overstated`] lowers plans whose estimated memory does not fit;
+//! * [`fitted`] adjusts how much is recomputed, [`overstated`] lowers plans whose estimated memory does not fit;
 //! * [`astray`] lowers plans of other meshes where the estimates of the first ones were too low;
 //! * [`overlap`] tries plans in chunks that overlap, [`casts`] plans that keep the casts of parameters;
-//! * [`build`] makes the annotated plan, [`outcome`] and [`undivided`] say what is told of the search.
+//! * [`build`] makes the annotated plan, [`outcome`] and [`undivided`] what is reported of the search.
 
 mod astray;
 pub mod build;
@@ -30,17 +30,17 @@ use lowering::Lowering;
 use outcome::{Told, alternatives, infeasible};
 use overlap::Hidden;
 use overstated::{Refused, faster, may_be_smaller, nearest};
-use shardc_ir::plan::{Prediction, Search};
+use shardc_ir::plan::Search;
 use shardc_ir::{Family, Plan};
 use std::collections::BTreeMap;
 
-/// How many plans whose estimates are [`CLOSE`] are predicted by their programs.
+/// The most plans with [`CLOSE`] estimates that are lowered.
 const MOST_CLOSE: usize = 3;
-/// How many plans may turn out not to fit before the search gives up.
+/// How many lowered plans may turn out not to fit before only the leanest are still tried.
 const MOST_REFUSED: usize = 8;
 
-/// Whether plans differ at the most in over how many ranks parameters are stored and what is computed again: then
-/// estimates tell which is faster.
+/// Whether two plans differ only in how many ranks store the parameters and in what is recomputed: then their estimates
+/// tell which is faster.
 fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     let same = |of: &Candidate| {
         let degrees = of.degrees.clone().with(Family::Data, &[]).with(Family::Fsdp, &[]);
@@ -50,10 +50,11 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
 }
 
-/// How many plans are lowered of which one is long.
+/// The most plans that are lowered if the programs of one of them are [long](is_long).
 const MOST_LONG: usize = 2;
 
-/// Whether a candidate is left out beside those that are known, because of how long programs are.
+/// Whether a candidate is not lowered beside those that are `known` because [long](is_long) programs take too long: one of
+/// the same schedule is known, or as many as may be.
 fn takes_too_long<'a>(candidate: &Candidate, known: impl Iterator<Item = &'a Candidate>, batch: u64) -> bool {
     let schedule = |of: &Candidate| of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage));
     let own = is_long(candidate, batch);
@@ -64,13 +65,12 @@ fn takes_too_long<'a>(candidate: &Candidate, known: impl Iterator<Item = &'a Can
     is_alike || count >= MOST_LONG
 }
 
-/// Whether a candidate's estimate is near that of the first that is lowered.
+/// Whether a candidate's estimate is close to that of the first that was lowered.
 fn is_close(candidate: &Candidate, first: &Candidate) -> bool {
     candidate.prediction.step.0 <= CLOSE * first.prediction.step.0
 }
 
-/// The candidates that will likely be lowered, if all take what is estimated; first that in chunks, which takes the longest
-/// to lower.
+/// The candidates that will be lowered if estimates are right. First the one in chunks, which takes the longest to lower.
 fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     let is_open = |index: &usize| {
         let of = &candidates[*index];
@@ -90,32 +90,32 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
 
 /// What comes of the meshes that are visited.
 pub(super) enum Chosen {
-    /// The best plan. Of its search it has the estimate, the counts of plans, and what else there is to say of them.
+    /// The best plan. Its record of the search has the estimate and the counts of plans; the caller adds the bounds.
     Best {
         /// The plan.
         plan: Box<Plan>,
-        /// The seconds that are known of its step where others are left out.
+        /// The seconds of its step that other candidates are compared with.
         step: f64,
         /// What was left out ([`Told::left_out`]).
         left_out: (u64, u64),
     },
-    /// None that promises to be faster than what is known.
+    /// No plan promises to be faster than the one that is known.
     Slower {
         /// The fastest that fits by its estimate.
         fastest: Option<Box<Candidate>>,
-        /// How many were predicted.
+        /// How many candidates there are.
         candidates: u64,
     },
 }
 
-/// The candidates of the meshes that are visited, in the order of their estimates.
+/// The candidates of all meshes that are visited, in the order of their estimates.
 pub(super) fn seen(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
     let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
     Ok(candidates)
 }
 
-/// The best plan of candidates in that order, of those that may take no more than so many seconds.
+/// The best plan of candidates in the order of their estimates, among those that may take at most `against` seconds.
 pub(super) fn choose(
     space: &Space<'_, '_>,
     confirm: Option<Confirm<'_>>,
@@ -126,7 +126,7 @@ pub(super) fn choose(
         let fastest = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned().map(Box::new);
         let all = candidates.len() as u64;
         candidates.retain(|candidate| candidate.least() <= against);
-        // By programs may fit what does not by its estimate.
+        // A plan may fit by its programs that does not by its estimate.
         if candidates.iter().any(|of| of.prediction.fits() || may_be_smaller(of, against)) {
             match promising(space, confirm, candidates) {
                 Err(error) if error.is_refusal() => {}
@@ -138,7 +138,7 @@ pub(super) fn choose(
     promising(space, confirm, candidates)
 }
 
-/// The best plan of candidates in the order of their estimates, all of which are worth to be lowered.
+/// The best plan of candidates in the order of their estimates, any of which may be lowered.
 fn promising(
     space: &Space<'_, '_>,
     confirm: Option<Confirm<'_>>,
@@ -146,161 +146,249 @@ fn promising(
 ) -> Result<Chosen, PlanError> {
     let make = |candidate: &Candidate| casts::as_pinned(candidate, space);
     let lowering = Lowering::new(confirm, &make, space.cluster);
-    // What is as fast without chunks is one of the others.
+    // Candidates for chunks that are as fast as others without chunks compete with those.
     let first = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned();
     let is_far = |candidate: &Candidate| first.as_ref().is_none_or(|first| !is_close(candidate, first));
     let (for_chunks, candidates): (Vec<_>, Vec<_>) =
         candidates.into_iter().partition(|candidate| candidate.is_for_chunks() && is_far(candidate));
     lowering.guess(likely(&candidates, space));
-    chosen(space, (confirm, &lowering), candidates, &for_chunks)
+    let mut contest = Contest {
+        space,
+        confirm,
+        lowering: &lowering,
+        for_chunks: &for_chunks,
+        candidates,
+        fitting: Vec::new(),
+        refused: Vec::new(),
+        excess: BTreeMap::new(),
+        hidden: Hidden::default(),
+        unsuited: None,
+    };
+    contest.lower_fastest()?;
+    if confirm.is_some() {
+        contest.look_further()?;
+    }
+    contest.conclude()
 }
 
-/// Of candidates in the order of their estimates, and of those whose layouts are for chunks.
-fn chosen(
-    space: &Space<'_, '_>,
-    (confirm, lowering): (Option<Confirm<'_>>, &Lowering<'_>),
-    mut candidates: Vec<Candidate>,
-    for_chunks: &[Candidate],
-) -> Result<Chosen, PlanError> {
-    let mut refused: Refused = Vec::new();
-    let mut unmade = None;
-    let exact = |candidate: &Candidate| lowering.plan(candidate);
-    let fastest =
-        |close: &[(usize, Plan)]| close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
-    // By how much the exact memory of refused plans exceeds the estimate: that of their kin will as well.
-    let mut excess: BTreeMap<Kin, f64> = BTreeMap::new();
-    // By time; then, if what was refused made the rest look too large, the leanest all the same.
-    let mut lean: Vec<usize> = (0..candidates.len()).collect();
-    lean.sort_by(|a, b| candidates[*a].prediction.filled().total_cmp(&candidates[*b].prediction.filled()));
-    let rounds =
-        (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
-    let (mut close, mut hidden): (Vec<(usize, Plan)>, _) = (Vec::new(), Hidden::default());
-    for (index, is_last_resort) in rounds {
-        let candidate = &candidates[index];
-        if let Some((first, _)) = close.first()
-            && (!is_close(candidate, &candidates[*first]) || close.len() == MOST_CLOSE)
-        {
-            break;
+/// What is known of the candidates while they are lowered one after the other. Lowered plans and their predictions go
+/// with the index of their candidate.
+struct Contest<'a> {
+    space: &'a Space<'a, 'a>,
+    /// Without it estimates decide, and the first plan that can be made is the best.
+    confirm: Option<Confirm<'a>>,
+    lowering: &'a Lowering<'a>,
+    /// Candidates whose layouts are for chunks: they are lowered only in chunks.
+    for_chunks: &'a [Candidate],
+    /// In the order of their estimates; behind those, the ones that were found on the way.
+    candidates: Vec<Candidate>,
+    /// The lowered plans that fit, in the order in which they were lowered.
+    fitting: Vec<(usize, Plan)>,
+    /// The lowered plans that do not.
+    refused: Refused,
+    /// The largest ratio of a refused plan's memory to its estimate, which is expected of all its kin.
+    excess: BTreeMap<Kin, f64>,
+    hidden: Hidden,
+    /// A pin that does not suit a candidate though it may suit others.
+    unsuited: Option<PlanError>,
+}
+
+impl Contest<'_> {
+    /// The seconds of the fastest lowered plan that fits.
+    fn fastest(&self) -> f64 {
+        self.fitting.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min)
+    }
+
+    /// The candidates that were lowered.
+    fn known(&self) -> Vec<usize> {
+        self.fitting.iter().map(|of| of.0).chain(self.refused.iter().map(|of| of.0)).collect()
+    }
+
+    /// Lowers candidates in the order of their estimates: up to the first that fits, and those that are close to it. In the
+    /// end the two leanest are tried even if refused plans made them look too large.
+    fn lower_fastest(&mut self) -> Result<(), PlanError> {
+        let filled = |index: &usize| self.candidates[*index].prediction.filled();
+        let mut leanest: Vec<usize> = (0..self.candidates.len()).collect();
+        leanest.sort_by(|a, b| filled(a).total_cmp(&filled(b)));
+        leanest.truncate(2);
+        let by_time = (0..self.candidates.len()).map(|index| (index, false));
+        for (index, is_last_resort) in by_time.chain(leanest.into_iter().map(|index| (index, true))) {
+            if self.is_settled(index) {
+                break;
+            }
+            if self.may_win(index) && (is_last_resort || self.is_worthwhile(index)) {
+                self.lower(index)?;
+            }
         }
-        let factor = excess.get(&kin(candidate)).copied().unwrap_or(1.0);
-        let was_refused = |index: usize| refused.iter().any(|(other, _)| *other == index);
-        let is_too_large = |of: &Candidate| of.prediction.filled() * factor > 1.0;
-        // What computes more again than it must by the estimate is for where that turns out too large.
+        Ok(())
+    }
+
+    /// Whether enough plans are lowered to leave out a candidate and all behind it.
+    fn is_settled(&self, index: usize) -> bool {
+        self.fitting.first().is_some_and(|(first, _)| {
+            let is_close = is_close(&self.candidates[index], &self.candidates[*first]);
+            self.confirm.is_none() || !is_close || self.fitting.len() == MOST_CLOSE
+        })
+    }
+
+    fn was_refused(&self, index: usize) -> bool {
+        self.refused.iter().any(|(other, _)| *other == index)
+    }
+
+    /// Whether a candidate would not fit if its programs exceed its estimate as those of its kin did.
+    fn is_too_large(&self, candidate: &Candidate) -> bool {
+        candidate.prediction.filled() * self.excess.get(&kin(candidate)).copied().unwrap_or(1.0) > 1.0
+    }
+
+    /// Whether a candidate may become the plan, and lowering it does not take too long.
+    fn may_win(&self, index: usize) -> bool {
+        let (candidate, known) = (&self.candidates[index], self.fitting.iter().map(|of| &self.candidates[of.0]));
+        candidate.prediction.fits()
+            && !self.was_refused(index)
+            && !takes_too_long(candidate, known, self.space.request.batch)
+    }
+
+    /// Whether a candidate likely fits, and no other one makes it superfluous.
+    fn is_worthwhile(&self, index: usize) -> bool {
+        let candidate = &self.candidates[index];
+        // One that recomputes more than it must by its estimate is for where the one that recomputes just enough is too large.
         let is_spare = || {
-            let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
-            others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
+            let mut others = self.candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
+            others.any(|(index, other)| !self.was_refused(index) && !self.is_too_large(other))
         };
-        let is_enough = || {
-            let known = close.iter().map(|(known, _)| &candidates[*known]);
-            takes_too_long(candidate, known, space.request.batch)
-        };
-        let is_known = || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
-        let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare() || is_known();
-        let is_open = candidate.prediction.fits() && !was_refused(index) && !is_enough();
-        if !is_open || (!is_last_resort && is_left_out()) {
-            continue;
-        }
-        let plan = match exact(candidate) {
-            // What is pinned suits other candidates.
+        let is_told = || self.fitting.iter().any(|(known, _)| is_told_apart(&self.candidates[*known], candidate));
+        !self.is_too_large(candidate) && self.refused.len() < MOST_REFUSED && !is_spare() && !is_told()
+    }
+
+    /// Lowers a candidate; if it fits and has no stages, it is tried in chunks as well.
+    fn lower(&mut self, index: usize) -> Result<(), PlanError> {
+        let candidate = &self.candidates[index];
+        let plan = match self.lowering.plan(candidate) {
             Err(error @ PlanError::Pin { .. }) => {
-                unmade = Some(error);
-                continue;
+                self.unsuited = Some(error);
+                return Ok(());
             }
             made => made?,
         };
-        if confirm.is_none() {
-            close.push((index, plan));
-            break;
-        }
-        if !plan.prediction.fits() {
-            refused.push((index, plan.prediction));
+        if self.confirm.is_some() && !plan.prediction.fits() {
             let more = plan.prediction.filled() / candidate.prediction.filled().max(f64::MIN_POSITIVE);
-            excess.insert(kin(candidate), factor.max(more));
-            continue;
+            let excess = self.excess.entry(kin(candidate)).or_insert(1.0);
+            *excess = excess.max(more);
+            self.refused.push((index, plan.prediction));
+            return Ok(());
         }
         // Of pipelines one is tried in chunks, when all are known.
-        if candidate.stages.is_some() {
-            close.push((index, plan));
-            continue;
+        if self.confirm.is_none() || candidate.stages.is_some() {
+            self.fitting.push((index, plan));
+            return Ok(());
         }
-        let step = fastest(&close).min(plan.prediction.step.0);
-        let known = close.iter().map(|(known, _)| &candidates[*known]);
-        let (chunks, plan) = overlap::in_chunks(candidate, plan, space, (step, known, &mut hidden), &exact)?;
-        candidates[index].overlap_chunks = chunks;
-        close.push((index, plan));
+        let best = self.fastest().min(plan.prediction.step.0);
+        self.add(index, plan, best)
     }
-    if confirm.is_some() {
-        if close.is_empty() {
-            close = nearest(&candidates, &mut refused, &|likely| lowering.guess(likely), &exact)?;
+
+    /// Adds a plan that fits; if it may become faster than `best` seconds in chunks, the better of the two.
+    fn add(&mut self, index: usize, plan: Plan, best: f64) -> Result<(), PlanError> {
+        let known = self.fitting.iter().map(|(known, _)| &self.candidates[*known]);
+        let of = (best, known, &mut self.hidden);
+        let make = |of: &Candidate| self.lowering.plan(of);
+        let (chunks, plan) = overlap::in_chunks(&self.candidates[index], plan, self.space, of, &make)?;
+        self.candidates[index].overlap_chunks = chunks;
+        self.fitting.push((index, plan));
+        Ok(())
+    }
+
+    /// Lowers plans that may fit or be faster by their programs though not by their estimates.
+    fn look_further(&mut self) -> Result<(), PlanError> {
+        let (space, lowering) = (self.space, self.lowering);
+        let make = |of: &Candidate| lowering.plan(of);
+        if self.fitting.is_empty() {
+            self.fitting = nearest(&self.candidates, &mut self.refused, &|likely| lowering.guess(likely), &make)?;
         }
-        if close.is_empty() {
-            fitted::again(&mut candidates, (&mut close, &mut refused), space, f64::INFINITY, &exact)?;
+        if self.fitting.is_empty() {
+            self.fit_again()?;
         }
-        overlap::of_pipelines(&mut candidates, &mut close, space, &mut hidden, &exact)?;
-        let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
-            close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
+        overlap::of_pipelines(&mut self.candidates, &mut self.fitting, space, &mut self.hidden, &make)?;
+        if self.fitting.is_empty() {
+            return Ok(());
+        }
+        let best = self.fastest();
+        for (index, plan) in astray::other_meshes(&self.candidates, &self.known(), best, &make)? {
+            self.add(index, plan, best)?;
+        }
+        self.try_chunks()?;
+        let found = faster(&self.candidates, &self.fitting, &mut self.refused, space, &make)?;
+        self.fitting.extend(found);
+        self.fit_again()
+    }
+
+    /// Adjusts how much is recomputed to the memory that programs were found to take.
+    fn fit_again(&mut self) -> Result<(), PlanError> {
+        let make = |of: &Candidate| self.lowering.plan(of);
+        let lowered = (&mut self.fitting, &mut self.refused);
+        fitted::again(&mut self.candidates, lowered, self.space, f64::INFINITY, &make)
+    }
+
+    /// Lowers candidates in chunks that are among the fastest only so.
+    fn try_chunks(&mut self) -> Result<(), PlanError> {
+        let (space, lowering) = (self.space, self.lowering);
+        let make = |of: &Candidate| lowering.plan(of);
+        let (known, best) = (self.known(), self.fastest());
+        let found = overlap::contenders(&self.candidates, &known, space, (best, &mut self.hidden), &make)?;
+        for (index, chunks, plan) in found {
+            self.candidates[index].overlap_chunks = chunks;
+            self.fitting.push((index, plan));
+        }
+        let best = self.fastest();
+        let found = overlap::contenders(self.for_chunks, &[], space, (best, &mut self.hidden), &make)?;
+        for (index, overlap_chunks, plan) in found {
+            self.fitting.push((self.candidates.len(), plan));
+            self.candidates.push(Candidate { overlap_chunks, ..self.for_chunks[index].clone() });
+        }
+        Ok(())
+    }
+
+    /// The best plan, with the casts of its parameters kept if that is faster, and what the search reports of it.
+    fn conclude(mut self) -> Result<Chosen, PlanError> {
+        let mut lowered: Vec<_> = self.fitting.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
+        // The first of those that are equal within a thousandth is the simplest.
+        let least = self.fastest();
+        let best = self.fitting.iter().position(|(_, plan)| plan.prediction.step.0 <= 1.001 * least);
+        let Some((mut chosen, mut plan)) = best.map(|best| self.fitting.swap_remove(best)) else {
+            let unsuited = self.unsuited.filter(|_| self.refused.is_empty());
+            return Err(unsuited.unwrap_or_else(|| infeasible(&self.candidates, &self.refused, self.space)));
         };
-        if !close.is_empty() {
-            let (known_now, best) = (known(&close, &refused), fastest(&close));
-            for (index, plan) in astray::other_meshes(&candidates, &known_now, best, &exact)? {
-                let known = close.iter().map(|(known, _)| &candidates[*known]);
-                let of = (best, known, &mut hidden);
-                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, of, &exact)?;
-                candidates[index].overlap_chunks = chunks;
-                close.push((index, plan));
+        let found = self.candidates[chosen].prediction.step.0;
+        let kept = casts::faster((&self.candidates[chosen], &plan), self.space, self.confirm)?;
+        if let Some((candidate, faster)) = kept.best {
+            // Others are compared with the plan as it is in the end.
+            if candidate != self.candidates[chosen] {
+                chosen = self.candidates.len();
+                self.candidates.push(candidate);
             }
-            let (known_now, best) = (known(&close, &refused), fastest(&close));
-            for (index, chunks, plan) in
-                overlap::contenders(&candidates, &known_now, space, (best, &mut hidden), &exact)?
-            {
-                candidates[index].overlap_chunks = chunks;
-                close.push((index, plan));
-            }
-            let of = (fastest(&close), &mut hidden);
-            for (index, overlap_chunks, plan) in overlap::contenders(for_chunks, &[], space, of, &exact)? {
-                close.push((candidates.len(), plan));
-                candidates.push(Candidate { overlap_chunks, ..for_chunks[index].clone() });
-            }
-            let found = faster(&candidates, &close, &mut refused, space, &exact)?;
-            close.extend(found);
-            fitted::again(&mut candidates, (&mut close, &mut refused), space, f64::INFINITY, &exact)?;
+            lowered.retain(|of| of.0 != chosen);
+            lowered.push((chosen, faster.prediction));
+            plan = faster;
         }
-    }
-    // The first of those that are equal within a thousandth is the simplest.
-    let mut lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
-    let least = fastest(&close);
-    let Some((mut index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least)
-    else {
-        let unmade = unmade.filter(|_| refused.is_empty());
-        return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, space)));
-    };
-    let found = candidates[index].prediction.step.0;
-    let kept = casts::faster((&candidates[index], &plan), space, confirm)?;
-    if let Some((candidate, faster)) = kept.best {
-        // Others are compared with the plan as it is in the end.
-        if candidate != candidates[index] {
-            index = candidates.len();
-            candidates.push(candidate);
+        let told = Told { candidates: &self.candidates, chosen, lowered: &lowered, refused: &self.refused };
+        plan.alternatives = alternatives(&told);
+        let left_out = told.left_out();
+        let winner = &self.candidates[chosen];
+        plan.search = Search {
+            estimate: winner.prediction.step,
+            memory: winner.prediction.memory.total(),
+            candidates: (self.candidates.len() + self.for_chunks.len()) as u64,
+            lowered: self.lowering.count.get() + kept.lowered,
+            ..Search::default()
+        };
+        // What chunks hide is not estimated.
+        let in_chunks = winner.overlap_chunks > 1;
+        if in_chunks {
+            plan.search.stopped += "; what chunks hide is neither in the estimate nor in the bound";
         }
-        lowered.retain(|of| of.0 != index);
-        lowered.push((index, faster.prediction));
-        plan = faster;
+        plan.search.stopped += overlap::untried(winner, self.space);
+        casts::told(&mut plan);
+        plan.choice += &self.space.pins.unnamed();
+        let step = if in_chunks { found.min(plan.prediction.step.0) } else { found };
+        Ok(Chosen::Best { plan: Box::new(plan), step, left_out })
     }
-    let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
-    plan.alternatives = alternatives(&told);
-    let left_out = told.left_out();
-    let Prediction { step: estimate, memory, .. } = candidates[index].prediction;
-    let (memory, all) = (memory.total(), (candidates.len() + for_chunks.len()) as u64);
-    plan.search =
-        Search { estimate, memory, candidates: all, lowered: lowering.count.get() + kept.lowered, ..Search::default() };
-    // What chunks hide is not estimated.
-    let in_chunks = candidates[index].overlap_chunks > 1;
-    if in_chunks {
-        plan.search.stopped += "; what chunks hide is neither in the estimate nor in the bound";
-    }
-    plan.search.stopped += overlap::untried(&candidates[index], space);
-    casts::told(&mut plan);
-    plan.choice += &space.pins.unnamed();
-    let step = if in_chunks { found.min(plan.prediction.step.0) } else { found };
-    Ok(Chosen::Best { plan: Box::new(plan), step, left_out })
 }
