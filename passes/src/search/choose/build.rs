@@ -11,6 +11,7 @@ use crate::search::choice::pins::Recompute;
 use crate::search::choice::stages::Stages;
 use crate::search::error::PlanError;
 use crate::search::estimate::Shape;
+use crate::search::estimate::recompute::Selected;
 use crate::search::placed::place_batch;
 use crate::search::stages::line::Line;
 use crate::shard::family::{batch_axes, copy_axes};
@@ -23,15 +24,15 @@ use crate::split_batch::sequence::{query_parts, sequence_factors};
 use crate::split_batch::{Step, split_batch};
 use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::verify::BEFORE_LOOP;
-use shardc_ir::{Choice, Family, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
+use shardc_ir::{Choice, Family, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
-/// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
+/// Lowers and simulates a plan: what its programs take.
 pub type Confirm<'a> = &'a (dyn Fn(&Plan) -> Result<Exact, String> + Sync);
 
-/// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
-/// again, or in chunks, does as its original: solved anew, the rewritten graph might be spread in
-/// another way than the one that was chosen for its memory.
+/// Solves the candidate's mesh again and annotates every node with its strategy. Copies of a node, by recomputation or
+/// in chunks, keep the strategy of the original: the rewritten graph, solved anew, might get layouts of another memory
+/// than was estimated.
 pub fn build(
     prepared: &Prepared<'_>,
     line: Option<&Line>,
@@ -45,33 +46,15 @@ pub fn build(
     let conversions = place_axes(prepared, &mut placed, candidate.prices);
     let meshes = std::slice::from_ref(&mesh);
     let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
-    let by_stage = candidate.stages.as_ref().filter(|stages| !stages.recompute.is_empty()).zip(line);
-    let selected = match by_stage {
-        None => shape.menu().select(candidate.recompute),
-        Some((stages, line)) => {
-            let of_block = recompute_of_blocks(prepared, line, stages, mesh.degree(Family::Pipeline));
-            shape.menu().select_by(&|block| of_block.get(&block).copied().unwrap_or(Recompute::None))
-        }
-    };
-    let chosen = |block: &str| prepared.blocks.named(block).is_some_and(|block| selected.way(block).is_some());
+    let selected = selected(prepared, line, &shape, candidate, mesh.degree(Family::Pipeline));
+    let again = |block: &str| prepared.blocks.named(block).is_some_and(|block| selected.way(block).is_some());
     let keep =
         |id: NodeId| prepared.blocks.of(id).is_none_or(|block| !selected.is_again(block, prepared.folded.class[id]));
-    let (graph, from) =
-        rematerialize_from(prepared.graph, &chosen, &keep).map_err(|error| PlanError::Bug(error.to_string()))?;
-    let (whole, of_whole) = (graph, |id: NodeId| &placed.strategies[prepared.folded.class[from[id]]]);
-    let (graph, origins) = chunk(&whole, candidate.loss_chunks).map_err(|error| PlanError::Bug(error.to_string()))?;
-    let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();
-    for (id, origin) in &origins {
-        strategies[id] = match *origin {
-            Origin::Node(of) => of_whole(of).clone(),
-            Origin::Operand(of, index) => {
-                strategy_for(graph.rule(id), &whole.rule(of).operand_sharding(index, of_whole(of)))
-            }
-            Origin::Result(of, index) => {
-                strategy_for(graph.rule(id), &whole.rule(of).result_sharding(index, of_whole(of)))
-            }
-        };
-    }
+    let bug = |error: PassError| PlanError::Bug(error.to_string());
+    let (whole, from) = rematerialize_from(prepared.graph, &again, &keep).map_err(bug)?;
+    let (graph, origins) = chunk(&whole, candidate.loss_chunks).map_err(bug)?;
+    let class = |id: NodeId| prepared.folded.class[from[id]];
+    let strategies = in_chunks(&graph, &origins, &whole, &|id| &placed.strategies[class(id)]);
     let mut pipeline = Pipeline::default();
     if let (Some(stages), Some(line)) = (&candidate.stages, line) {
         let chunks = line.chunks(prepared, &stages.cuts);
@@ -83,38 +66,6 @@ pub fn build(
         (pipeline.in_flight, pipeline.delayed) = (stages.limits.in_flight, stages.limits.delayed);
         pipeline.lengths.clone_from(&stages.lengths);
     }
-    let (graph, mut strategies) = match candidate.overlap_chunks {
-        0 | 1 => (graph, strategies),
-        chunks => {
-            let batch = |id: NodeId| {
-                let Origin::Node(of) = origins[id] else { return None };
-                match prepared.batch[prepared.folded.class[from[of]]] {
-                    Choice::Factor(factor) => Some(factor),
-                    _ => None,
-                }
-            };
-            let extent = |id: NodeId, factor: usize| mesh.extent(graph.rule(id).axes(factor, &strategies[id]));
-            let tokens = sequence_factors(&graph, request.seq, &|id, factor| extent(id, factor) > 1);
-            let sequence = |id: NodeId| tokens[id];
-            let (factor, parts, reversed): (&dyn Fn(NodeId) -> Option<usize>, u64, u64) =
-                match candidate.degrees.microbatch {
-                    1 => (&sequence, 1, query_parts(&graph, &tokens, &extent)),
-                    _ => (&batch, mesh.extent(batch_axes(&mesh)), 1),
-                };
-            let staged = &pipeline.chunks;
-            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts, reversed, staged };
-            let Ordered { graph, strategies, staged } = overlapped(step, chunks, cluster)?;
-            pipeline.chunks = staged;
-            (graph, strategies)
-        }
-    };
-    if candidate.zero >= 1 {
-        shard_storage(&graph, &mesh, &mut strategies);
-    }
-    if candidate.stages.is_some() {
-        sum_behind_loop(&graph, &mesh, &mut pipeline, &mut strategies);
-    }
-    check(&graph, &mesh, &strategies)?;
     let mut plan = Plan {
         graph,
         strategies,
@@ -126,30 +77,101 @@ pub fn build(
         mesh,
         ..Plan::default()
     };
+    if candidate.overlap_chunks > 1 {
+        let batch = |id: NodeId| {
+            let Origin::Node(of) = origins[id] else { return None };
+            if let Choice::Factor(factor) = prepared.batch[class(of)] { Some(factor) } else { None }
+        };
+        overlap(&mut plan, candidate, &batch, cluster)?;
+    }
+    if candidate.zero >= 1 {
+        shard_storage(&plan.graph, &plan.mesh, &mut plan.strategies);
+    }
+    if candidate.stages.is_some() {
+        sum_behind_loop(&plan.graph, &plan.mesh, &mut plan.pipeline, &mut plan.strategies);
+    }
+    check(&plan)?;
     if candidate.zero == 3 {
         mark_transient(&mut plan);
     }
     Ok(plan)
 }
 
-/// What a plan takes by its programs, which have everything on their devices.
+/// What a candidate recomputes: in each of `count` stages as is said of that stage, or the same in all blocks.
+fn selected<'a>(
+    prepared: &Prepared<'_>,
+    line: Option<&Line>,
+    shape: &'a Shape<'_>,
+    candidate: &Candidate,
+    count: u64,
+) -> Selected<'a> {
+    let by_stage = candidate.stages.as_ref().filter(|stages| !stages.recompute.is_empty());
+    let Some((stages, line)) = by_stage.zip(line) else { return shape.menu().select(candidate.recompute) };
+    let of_block = recompute_of_blocks(prepared, line, stages, count);
+    shape.menu().select_by(&|block| of_block.get(&block).copied().unwrap_or(Recompute::None))
+}
+
+/// The strategies of a graph with its head in chunks, from those of the `whole` graph, by where its nodes come from.
+fn in_chunks<'a>(
+    graph: &Graph,
+    origins: &PrimaryMap<NodeId, Origin>,
+    whole: &Graph,
+    of_whole: &dyn Fn(NodeId) -> &'a Strategy,
+) -> SecondaryMap<NodeId, Strategy> {
+    let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();
+    for (id, origin) in origins {
+        strategies[id] = match *origin {
+            Origin::Node(of) => of_whole(of).clone(),
+            Origin::Operand(of, index) => {
+                strategy_for(graph.rule(id), &whole.rule(of).operand_sharding(index, of_whole(of)))
+            }
+            Origin::Result(of, index) => {
+                strategy_for(graph.rule(id), &whole.rule(of).result_sharding(index, of_whole(of)))
+            }
+        };
+    }
+    strategies
+}
+
+/// Cuts the blocks of a plan into chunks that overlap: of samples, which `batch` names the factor of, or of the tokens of
+/// a single sample.
+fn overlap(
+    plan: &mut Plan,
+    candidate: &Candidate,
+    batch: &dyn Fn(NodeId) -> Option<usize>,
+    cluster: &Cluster,
+) -> Result<(), PlanError> {
+    let Plan { graph, strategies, mesh, .. } = &*plan;
+    let extent = |id: NodeId, factor: usize| mesh.extent(graph.rule(id).axes(factor, &strategies[id]));
+    let tokens = sequence_factors(graph, plan.request.seq, &|id, factor| extent(id, factor) > 1);
+    let sequence = |id: NodeId| tokens[id];
+    let (factor, parts, reversed): (&dyn Fn(NodeId) -> Option<usize>, u64, u64) = match candidate.degrees.microbatch {
+        1 => (&sequence, 1, query_parts(graph, &tokens, &extent)),
+        _ => (batch, mesh.extent(batch_axes(mesh)), 1),
+    };
+    let step = Step { graph, strategies, mesh, factor, parts, reversed, staged: &plan.pipeline.chunks };
+    let Ordered { graph, strategies, staged } = overlapped(step, candidate.overlap_chunks, cluster)?;
+    (plan.graph, plan.strategies, plan.pipeline.chunks) = (graph, strategies, staged);
+    Ok(())
+}
+
+/// What a plan takes by its programs, which keep everything on the device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Exact {
-    /// Of the step; of the memory, what the rank takes which has the least left.
+    /// The step, and the memory of the rank that has the least left.
     pub prediction: Prediction,
-    /// What a rank of each stage takes.
+    /// The memory of a rank of each stage.
     pub stages: Vec<Memory>,
 }
 
-/// Of a plan whose ranks all take the same.
+/// For a plan whose ranks all take the same memory.
 impl From<Prediction> for Exact {
     fn from(prediction: Prediction) -> Self {
         Self { stages: vec![prediction.memory], prediction }
     }
 }
 
-/// A plan of a candidate with what its programs take; with its estimate where there are none, or where they do
-/// something else.
+/// A candidate's plan with the prediction of its programs (`exact`); with its estimate if it has no programs.
 pub(in crate::search) fn predicted(
     candidate: &Candidate,
     mut plan: Plan,
@@ -207,7 +229,7 @@ fn overlapped(step: Step<'_>, chunks: u64, cluster: &Cluster) -> Result<Ordered,
     }
 }
 
-/// What each block computes again, by the stage that it is in.
+/// What each block recomputes, by the stage that it is in.
 fn recompute_of_blocks(prepared: &Prepared<'_>, line: &Line, stages: &Stages, count: u64) -> BTreeMap<u64, Recompute> {
     let graph = prepared.graph;
     let pipeline = Pipeline { schedule: stages.schedule, per_stage: stages.per_stage, ..Pipeline::default() };
@@ -223,11 +245,11 @@ fn recompute_of_blocks(prepared: &Prepared<'_>, line: &Line, stages: &Stages, co
 }
 
 /// Every strategy must be legal; anything else is our own mistake.
-fn check(graph: &Graph, mesh: &shardc_ir::Mesh, strategies: &SecondaryMap<NodeId, Strategy>) -> Result<(), PlanError> {
-    for (id, node) in graph.nodes() {
-        let rule = graph.rule(id);
-        rule.check(&strategies[id], mesh).map_err(|message| {
-            let strategy = rule.strategy_text(&strategies[id], mesh);
+fn check(plan: &Plan) -> Result<(), PlanError> {
+    for (id, node) in plan.graph.nodes() {
+        let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
+        rule.check(strategy, &plan.mesh).map_err(|message| {
+            let strategy = rule.strategy_text(strategy, &plan.mesh);
             PlanError::Bug(format!("{id} ({} of `{}`) with {strategy}: {message}", node.op.name(), node.path))
         })?;
     }
