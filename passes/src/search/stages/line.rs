@@ -14,6 +14,7 @@ use crate::pipeline::order::Lengths;
 use crate::pipeline::shared::last_sums;
 use crate::search::choice::pins::Recompute;
 use crate::search::estimate::Shape;
+use crate::search::estimate::recompute::Selected;
 use crate::shard::tensor::Prepared;
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::{Choice, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
@@ -254,7 +255,7 @@ fn awaited(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> 
     (all, known)
 }
 
-/// What of parameters passes once in a step, if a cut lies between its places.
+/// Parameters, and sums of their gradients, that pass between stages once in a step if a cut lies between their places.
 fn shared(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> Vec<Shared> {
     let graph = prepared.graph;
     let class = |id: NodeId| prepared.folded.class[id];
@@ -281,16 +282,17 @@ pub(in crate::search) struct Sums {
     pub places: Vec<usize>,
     /// Seconds of the forward pass, of the backward pass, and of gradients of weights.
     pub passes: Vec<[f64; 3]>,
-    /// Seconds by which the backward pass takes longer where the gradients of weights are a pass by themselves.
+    /// Seconds by which the backward pass takes longer where the gradients of weights are a pass of their own.
     apart: Vec<f64>,
-    /// Seconds of collectives of what is computed again, which are part of the backward pass.
+    /// Seconds of collectives that are recomputed, which are part of the backward pass.
     again: Vec<f64>,
     /// Seconds in which whole gradients are added up over microbatches.
     adding: Vec<f64>,
-    /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights; that it leaves for those; and
-    /// that the backward pass leaves for those: what is computed again, and gradients of activations.
+    /// Bytes that a microbatch leaves: by the forward pass for the backward pass, but not for gradients of weights; by the
+    /// forward pass for gradients of weights; and by the backward pass for those (recomputed values, and gradients of
+    /// activations).
     pub held: Vec<[f64; 3]>,
-    /// Of what is held, what a chunk that ends somewhere does not hold since those behind it alone read it later.
+    /// Of what is held, what a chunk need not hold since only chunks behind it read it later.
     sent: Arc<Sent>,
     /// The share of the parameters.
     pub stored: Vec<f64>,
@@ -317,27 +319,27 @@ fn prefixes(each: [Vec<f64>; 3]) -> Vec<[f64; 3]> {
     a.into_iter().zip(b).zip(c).map(|((a, b), c)| [a, b, c]).collect()
 }
 
-impl Sums {
-    pub fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, recompute: Recompute, line: &Line) -> Self {
-        let (graph, count) = (prepared.graph, line.main.len());
-        let selected = shape.menu().select(recompute);
-        let is_again = |id: NodeId| {
-            prepared.blocks.of(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]))
-        };
+/// What runs at each place of a line, in seconds of a microbatch.
+struct Running {
+    /// Of the forward pass, of the backward pass, and of gradients of weights.
+    passes: [Vec<f64>; 3],
+    apart: Vec<f64>,
+    again: Vec<f64>,
+    adding: Vec<f64>,
+}
+
+impl Running {
+    fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, selected: &Selected<'_>, line: &Line) -> Self {
+        let (graph, none) = (prepared.graph, vec![0.0; line.main.len()]);
+        let [mut forward, mut backward, mut weight] = [none.clone(), none.clone(), none.clone()];
+        let [mut apart, mut again, mut adding] = [none.clone(), none.clone(), none];
         let behind = last_forward(graph);
         // Each part of a head goes back before the next comes, and their losses are joined behind the last.
         let head = prepared.head.as_ref().filter(|_| shape.loss_chunks > 1);
         let is_early = head.map(|head| head.awaited(graph)).unwrap_or_default();
-        let [mut forward, mut backward, mut weight, mut apart, mut again, mut adding] =
-            [(); 6].map(|()| vec![0.0; count]);
-        let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
-        let (mut change, mut sent) = (vec![0.0; count + 1], Vec::new());
         let mut recomputed: BTreeSet<u64> = BTreeSet::new();
         for (id, node) in graph.nodes() {
             let (class, Some(at)) = (prepared.folded.class[id], line.of(id)) else { continue };
-            if let Op::Parameter(_) = node.op {
-                stored[at] += shape.sizes()[class].iter().sum::<u64>() as f64;
-            }
             if !prepared.in_loop(class) {
                 continue;
             }
@@ -353,61 +355,100 @@ impl Sums {
             if node.role != Role::Forward || line.place[id].is_none() {
                 continue;
             }
-            if let Some(way) =
-                prepared.blocks.of(id).filter(|block| recomputed.insert(*block)).and_then(|block| selected.way(block))
-            {
+            // All that a block computes again belongs to its first node along the line.
+            let block = prepared.blocks.of(id).filter(|block| recomputed.insert(*block));
+            if let Some(way) = block.and_then(|block| selected.way(block)) {
                 backward[at] += way.cost.seconds();
                 again[at] += way.cost.communication;
             }
         }
+        Self { passes: [forward, backward, weight], apart, again, adding }
+    }
+}
+
+/// What a microbatch makes at each place of a line, in bytes.
+struct Made {
+    /// What is held behind the forward pass, as in [`Sums::held`].
+    held: [Vec<f64>; 3],
+    /// Of that, the values which pass over cuts ([`Sent::new`]).
+    sent: Vec<([usize; 2], (usize, f64))>,
+    /// What of the forward pass lives in front of each place.
+    passing: Vec<f64>,
+}
+
+impl Made {
+    fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, selected: &Selected<'_>, line: &Line) -> Self {
+        let is_again = |id: NodeId| {
+            prepared.blocks.of(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]))
+        };
+        let count = line.main.len();
+        let mut held = [(); 3].map(|()| vec![0.0; count]);
+        let (mut change, mut sent) = (vec![0.0; count + 1], Vec::new());
         for value in &line.values {
-            let class = prepared.folded.class[value.maker];
-            let bytes = shape.sizes()[class].get(value.result).copied().unwrap_or(0) as f64;
-            let behind = shape.kept(class, value.result) as f64;
             let again =
                 value.readers.iter().filter(|reader| is_again(**reader)).map(|reader| line.of(*reader).unwrap_or(0));
             let first = again.chain(value.read_behind).min();
-            let held = match (is_again(value.maker), value.is_awaited) {
-                (false, false) if first.is_some() => Some((0, &mut kept)),
-                (false, true) => Some((1, &mut lasting)),
-                (true, true) => Some((2, &mut awaited)),
-                _ => None,
+            let sum = match (is_again(value.maker), value.is_awaited) {
+                (false, false) => first.map(|_| 0),
+                (false, true) => Some(1),
+                (true, true) => Some(2),
+                (true, false) => None,
             };
-            if let Some((sum, held)) = held {
-                held[value.made] += behind;
+            if let Some(sum) = sum {
+                let behind = shape.kept(prepared.folded.class[value.maker], value.result) as f64;
+                held[sum][value.made] += behind;
                 if sum < 2 {
                     sent.push(([value.made, first.map_or(0, |first| first.min(value.last))], (sum, behind)));
                 }
             }
+            let bytes = bytes(prepared, shape, value.maker, value.result);
             change[value.made + 1] += bytes;
             change[value.last + 1] -= bytes;
         }
         for Awaited { maker, result, at } in &line.awaited {
-            awaited[*at] +=
-                shape.sizes()[prepared.folded.class[*maker]].get(*result).map_or(0.0, |bytes| *bytes as f64);
+            held[2][*at] += bytes(prepared, shape, *maker, *result);
         }
         change.pop();
-        let passing = prefix(&change)[1..].to_vec();
-        let all: f64 = stored.iter().sum();
-        stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
-        let places = places(line, &passing, selected.is_empty());
-        let [apart, again, adding, stored] = [apart, again, adding, stored].map(|each| prefix(&each));
-        let bytes = |Shared { maker, result, places, is_gradient }: &Shared| {
-            let bytes = shape.sizes()[prepared.folded.class[*maker]].get(*result);
-            (*places, bytes.map_or(0.0, |bytes| *bytes as f64), *is_gradient)
-        };
-        let shared = line.shared.iter().map(bytes).collect();
+        Self { held, sent, passing: prefix(&change)[1..].to_vec() }
+    }
+}
+
+/// Bytes of a node's result on one rank.
+fn bytes(prepared: &Prepared<'_>, shape: &Shape<'_>, maker: NodeId, result: usize) -> f64 {
+    shape.sizes()[prepared.folded.class[maker]].get(result).map_or(0.0, |bytes| *bytes as f64)
+}
+
+/// The share of the bytes of all parameters that lie at each place of a line.
+fn stored(prepared: &Prepared<'_>, shape: &Shape<'_>, line: &Line) -> Vec<f64> {
+    let mut stored = vec![0.0; line.main.len()];
+    for (id, _) in prepared.graph.nodes().filter(|(_, node)| matches!(node.op, Op::Parameter(_))) {
+        if let Some(at) = line.of(id) {
+            stored[at] += shape.sizes()[prepared.folded.class[id]].iter().sum::<u64>() as f64;
+        }
+    }
+    let all: f64 = stored.iter().sum();
+    stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
+    stored
+}
+
+impl Sums {
+    pub fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, recompute: Recompute, line: &Line) -> Self {
+        let selected = shape.menu().select(recompute);
+        let Running { passes, apart, again, adding } = Running::new(prepared, shape, &selected, line);
+        let Made { held, sent, passing } = Made::new(prepared, shape, &selected, line);
+        let shared = line.shared.iter();
+        let shared = shared.map(|of| (of.places, bytes(prepared, shape, of.maker, of.result), of.is_gradient));
         Self {
-            places,
-            passes: prefixes([forward, backward, weight]),
-            apart,
-            again,
-            adding,
-            held: prefixes([kept, lasting, awaited]),
-            sent: Arc::new(Sent::new(count, sent)),
-            stored,
+            places: places(line, &passing, selected.is_empty()),
+            passes: prefixes(passes),
+            apart: prefix(&apart),
+            again: prefix(&again),
+            adding: prefix(&adding),
+            held: prefixes(held),
+            sent: Arc::new(Sent::new(line.main.len(), sent)),
+            stored: prefix(&stored(prepared, shape, line)),
             passing,
-            shared,
+            shared: shared.collect(),
         }
     }
 
