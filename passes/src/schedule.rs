@@ -274,7 +274,7 @@ struct Bucket {
     bytes: u64,
     /// How many instructions lie before it.
     at: usize,
-    /// Reductions of its results over further ranks, one of each kind.
+    /// Reductions of its results over further ranks (replicas of what it scatters), one of each kind.
     further: Vec<((Kind, DType), Item)>,
     /// What it and what follows it touch.
     touched: Touched,
@@ -289,110 +289,128 @@ impl Bucket {
         item.writes.iter().all(|storage| !self.touched.reads.contains(storage))
     }
 
-    /// Whether a reduction is one of parts that it scatters.
+    /// Whether a reduction is one of the parts that this one scatters.
     fn scatters(&self, item: &Touched) -> bool {
         let is_scatter = matches!(self.collective.instruction.action, Action::ReduceScatter { .. });
         is_scatter && self.touched.meets(item) && !self.deferred_touch.meets(item) && self.may_defer(item)
     }
 
-    /// Lets what is done with a result wait.
+    /// Postpones what is done with a result until the bucket has closed.
     fn defer(&mut self, item: Item, touched: &Touched) {
         self.touched.extend(touched);
         self.deferred_touch.extend(touched);
         self.deferred.push(item);
     }
-}
 
-/// Merges reductions that may wait; where they are `is_free`, they let others pass, and are reduced further together.
-fn bucket(draft: &Draft, items: Vec<Item>, is_free: bool) -> Vec<Item> {
-    let mut open: BTreeMap<(Kind, DType), Bucket> = BTreeMap::new();
-    let mut out: Vec<Item> = Vec::with_capacity(items.len());
-    let mut placed: Vec<(usize, Item)> = Vec::new();
-    let bytes = |buffers: &[BufferId]| buffers.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum::<u64>();
-    // Buckets that closed: what adds their results up waits until some more have.
-    let mut late: VecDeque<Bucket> = VecDeque::new();
-    let mut close = |bucket: Bucket, late: &mut VecDeque<Bucket>, out: &mut Vec<Item>| {
-        late.retain(|bucket| !bucket.deferred.is_empty());
-        if late.len() == LATE {
-            out.extend(late.pop_front().into_iter().flat_map(|bucket| bucket.deferred));
-        }
-        placed.push((bucket.at, bucket.collective.clone()));
-        placed.extend(bucket.further.iter().map(|(_, further)| (bucket.at, further.clone())));
-        late.push_back(bucket);
-    };
-    for item in items {
-        let touched = Touched::of(draft, &item);
-        let own = kind_of(draft, &item).filter(|_| item.hint == Hint::Bucket);
-        // Parts are reduced over further ranks behind the bucket that they come from.
-        let is_further = is_free && matches!(own, Some((Kind::Reduce(..), _)));
-        let scattered = open.iter().find(|(_, bucket)| is_further && bucket.scatters(&touched)).map(|(kind, _)| *kind);
-        let is_full = |(kind, bucket): &(&(Kind, DType), &Bucket)| {
-            bucket.bytes >= BUCKET_BYTES && scattered.as_ref() != Some(*kind)
-        };
-        let full: Vec<(Kind, DType)> = open.iter().filter(is_full).map(|(kind, _)| *kind).collect();
-        for kind in full {
-            if let Some(bucket) = open.remove(&kind) {
-                close(bucket, &mut late, &mut out);
-            }
-        }
-        let waits = matches!(item.instruction.action, Action::Accumulate | Action::Compute(Op::Slice(_) | Op::Cast(_)));
-        let met = open.iter().filter(|(_, bucket)| bucket.touched.meets(&touched)).map(|(kind, _)| *kind);
-        let met: Vec<(Kind, DType)> = met.collect();
-        let closed = late.iter_mut().rfind(|bucket| bucket.touched.meets(&touched));
-        if let Some(bucket) = closed.filter(|bucket| waits && met.is_empty() && bucket.may_defer(&touched)) {
-            bucket.defer(item, &touched);
-            continue;
-        }
-        out.extend(released(&mut late, &touched));
-        if let ([only], Some(own)) = (met.as_slice(), own)
-            && scattered.as_ref() == Some(only)
-            && let Some(bucket) = open.get_mut(only)
-        {
-            bucket.touched.extend(&touched);
-            match bucket.further.iter_mut().find(|(kind, _)| *kind == own) {
-                Some((_, first)) => merge(first, item),
-                None => bucket.further.push((own, item)),
-            }
-            continue;
-        }
-        if let [only] = met.as_slice()
-            && let Some(bucket) = open.get_mut(only).filter(|bucket| waits && bucket.may_defer(&touched))
-        {
-            bucket.defer(item, &touched);
-            continue;
-        }
-        for kind in met {
-            if let Some(bucket) = open.remove(&kind) {
-                close(bucket, &mut late, &mut out);
-            }
-        }
-        out.extend(released(&mut late, &touched));
-        let Some(kind) = own else {
-            out.push(item);
-            continue;
-        };
-        let size = bytes(&item.instruction.operands);
-        match open.get_mut(&kind) {
-            Some(bucket) => {
-                merge(&mut bucket.collective, item);
-                bucket.bytes += size;
-                bucket.at = out.len();
-                bucket.touched.extend(&touched);
-            }
-            None => {
-                let (further, deferred, deferred_touch) = (Vec::new(), Vec::new(), Touched::default());
-                let at = out.len();
-                let bucket = Bucket { collective: item, bytes: size, at, further, touched, deferred, deferred_touch };
-                open.insert(kind, bucket);
-            }
+    /// Adds a reduction of its results over further ranks.
+    fn reduce_further(&mut self, kind: (Kind, DType), item: Item, touched: &Touched) {
+        self.touched.extend(touched);
+        match self.further.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, first)) => merge(first, item),
+            None => self.further.push((kind, item)),
         }
     }
-    std::mem::take(&mut open).into_values().for_each(|bucket| close(bucket, &mut late, &mut out));
+}
+
+/// Merges reductions of gradients into buckets. Where the order `is_free`, buckets let other collectives pass, and the
+/// reductions of their parts over further ranks are merged as well.
+fn bucket(draft: &Draft, items: Vec<Item>, is_free: bool) -> Vec<Item> {
+    let mut buckets = Buckets::default();
+    for item in items {
+        buckets.add(draft, item, is_free);
+    }
+    buckets.close(|_, _| true);
+    let Buckets { late, mut placed, mut out, .. } = buckets;
     out.extend(late.into_iter().flat_map(|bucket| bucket.deferred));
     if is_free {
         let_pass(draft, &out, &mut placed);
     }
     insert_at(out, placed)
+}
+
+/// The buckets of a section while its instructions are added in their order.
+#[derive(Default)]
+struct Buckets {
+    /// Those that wait for more.
+    open: BTreeMap<(Kind, DType), Bucket>,
+    /// Those that closed: what adds their results up waits until some more have.
+    late: VecDeque<Bucket>,
+    /// The collectives of those that closed, and how many instructions lie before each.
+    placed: Vec<(usize, Item)>,
+    /// All other instructions.
+    out: Vec<Item>,
+}
+
+impl Buckets {
+    fn add(&mut self, draft: &Draft, item: Item, is_free: bool) {
+        let touched = Touched::of(draft, &item);
+        let own = kind_of(draft, &item).filter(|_| item.hint == Hint::Bucket);
+        // Parts are reduced over further ranks behind the bucket that they come from.
+        let is_further = is_free && matches!(own, Some((Kind::Reduce(..), _)));
+        let mut open = self.open.iter();
+        let scattered = open.find(|(_, bucket)| is_further && bucket.scatters(&touched)).map(|(kind, _)| *kind);
+        self.close(|kind, bucket| bucket.bytes >= BUCKET_BYTES && scattered != Some(*kind));
+        let waits = matches!(item.instruction.action, Action::Accumulate | Action::Compute(Op::Slice(_) | Op::Cast(_)));
+        let met = self.open.iter().filter(|(_, bucket)| bucket.touched.meets(&touched)).map(|(kind, _)| *kind);
+        let met: Vec<(Kind, DType)> = met.collect();
+        let closed = self.late.iter_mut().rfind(|bucket| bucket.touched.meets(&touched));
+        if let Some(bucket) = closed.filter(|bucket| waits && met.is_empty() && bucket.may_defer(&touched)) {
+            bucket.defer(item, &touched);
+            return;
+        }
+        self.out.extend(released(&mut self.late, &touched));
+        if let [only] = met.as_slice()
+            && let Some(bucket) = self.open.get_mut(only)
+        {
+            if let Some(kind) = own.filter(|_| scattered == Some(*only)) {
+                bucket.reduce_further(kind, item, &touched);
+                return;
+            }
+            if waits && bucket.may_defer(&touched) {
+                bucket.defer(item, &touched);
+                return;
+            }
+        }
+        self.close(|kind, _| met.contains(kind));
+        self.out.extend(released(&mut self.late, &touched));
+        match own {
+            Some(kind) => self.fill(kind, draft, item, touched),
+            None => self.out.push(item),
+        }
+    }
+
+    /// Adds a reduction to the open bucket of its kind.
+    fn fill(&mut self, kind: (Kind, DType), draft: &Draft, item: Item, touched: Touched) {
+        let bytes = item.instruction.operands.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum();
+        let at = self.out.len();
+        match self.open.get_mut(&kind) {
+            Some(bucket) => {
+                merge(&mut bucket.collective, item);
+                bucket.bytes += bytes;
+                bucket.at = at;
+                bucket.touched.extend(&touched);
+            }
+            None => {
+                let (further, deferred, deferred_touch) = (Vec::new(), Vec::new(), Touched::default());
+                let bucket = Bucket { collective: item, bytes, at, further, touched, deferred, deferred_touch };
+                self.open.insert(kind, bucket);
+            }
+        }
+    }
+
+    /// Closes some of the open buckets.
+    fn close(&mut self, which: impl Fn(&(Kind, DType), &Bucket) -> bool) {
+        let closes = self.open.extract_if(.., |kind, bucket| which(kind, bucket));
+        for (_, bucket) in closes {
+            self.late.retain(|bucket| !bucket.deferred.is_empty());
+            if self.late.len() == LATE {
+                self.out.extend(self.late.pop_front().into_iter().flat_map(|bucket| bucket.deferred));
+            }
+            self.placed.push((bucket.at, bucket.collective.clone()));
+            self.placed.extend(bucket.further.iter().map(|(_, further)| (bucket.at, further.clone())));
+            self.late.push_back(bucket);
+        }
+    }
 }
 
 /// Moves buckets behind collectives that kernels wait for. One that another bucket needs stays before that one.
