@@ -15,7 +15,7 @@ use crate::fold::block_of;
 use crate::lower::accumulate::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use pieces::{Known, Pieces};
-use shardc_ir::{EntityRef, Op, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{EntityRef, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
@@ -30,34 +30,33 @@ pub(in crate::search) struct Life {
     last: usize,
     /// Its last reader in the forward pass.
     last_forward: usize,
-    /// Its first reader behind that pass.
+    /// Its first reader behind the forward pass.
     first_backward: usize,
     /// Its block, if recomputation may drop it in between.
     block: Option<u64>,
-    /// The nodes of the forward passes of blocks that read it: the block, and the class.
+    /// Its readers in the forward passes of blocks, which may be recomputed: the block, and the class.
     readers: Vec<(u64, usize)>,
-    /// The last reader, if its result takes the bytes over.
+    /// The last reader, if its result is written in place of this value.
     given: Option<usize>,
-    /// Whether a gradient is made of it.
+    /// Whether linear operations make a gradient of it: a sum of terms, a cast.
     pub(in crate::search) is_term: bool,
 }
 
 impl Life {
-    /// From where to where it lives, both included, if what is selected is computed again.
+    /// The one or two spans, ends included, in which it lives under a recomputation.
     pub(in crate::search) fn spans(&self, lives: &Lives, selected: &Selected<'_>) -> [Option<(usize, usize)>; 2] {
         let last = self.end(lives, selected);
         self.from(self.made_again(lives, selected), last)
     }
 
-    /// The same of a copy of it in another layout that its readers share, which is made again where what reads it is
-    /// computed again.
+    /// The same for a copy of it in another layout that its readers share: it is made again where a reader is recomputed.
     pub(in crate::search) fn copy_spans(&self, lives: &Lives, selected: &Selected<'_>) -> [Option<(usize, usize)>; 2] {
         let last = self.end(lives, selected);
         let read_again = self.read_again(lives, selected).min().map(|first| first.min(self.first_backward));
         self.from(self.made_again(lives, selected).or(read_again), last)
     }
 
-    /// From where it is made to its last reader, of which the second part begins at a position, if there is one.
+    /// From where it is made to its last reader; in two spans if it is made again at `second`.
     fn from(&self, second: Option<usize>, last: usize) -> [Option<(usize, usize)>; 2] {
         match second.filter(|start| *start <= last && *start > self.last_forward) {
             Some(start) => [Some((self.made, self.last_forward)), Some((start, last))],
@@ -65,30 +64,30 @@ impl Life {
         }
     }
 
-    /// Where it is made again.
+    /// Where it is recomputed.
     fn made_again(&self, lives: &Lives, selected: &Selected<'_>) -> Option<usize> {
         again(lives, selected, self.block?, self.class)
     }
 
-    /// Where what reads it is computed again.
+    /// Where its readers are recomputed.
     fn read_again<'a>(&'a self, lives: &'a Lives, selected: &'a Selected<'_>) -> impl Iterator<Item = usize> + 'a {
         self.readers.iter().filter_map(|(block, class)| again(lives, selected, *block, *class))
     }
 
-    /// Up to where it is there.
+    /// The position up to which it lives.
     fn end(&self, lives: &Lives, selected: &Selected<'_>) -> usize {
-        // What is computed again reads what was kept until then.
+        // Readers that are recomputed read it once more.
         let last = self.read_again(lives, selected).fold(self.last, usize::max);
-        // What its last reader's result takes over ends before that.
+        // If the last reader's result is written in its place, it ends before that.
         if self.given == Some(last) { last - 1 } else { last }
     }
 
-    /// The blocks that, computed again, change from where to where it lives.
+    /// The blocks whose recomputation changes its spans.
     pub(in crate::search) fn blocks(&self) -> impl Iterator<Item = u64> {
         self.block.into_iter().chain(self.readers.iter().map(|(block, _)| *block))
     }
 
-    /// The positions at which what is held of it may change with what is computed again.
+    /// The positions at which recomputation may change what is held of it.
     pub(in crate::search) fn turns(&self, lives: &Lives) -> Vec<usize> {
         let starts = |block| lives.start(block);
         let mut turns: Vec<usize> = self.block.and_then(starts).map_or(Vec::new(), |at| vec![at]);
@@ -105,12 +104,12 @@ impl Life {
     }
 }
 
-/// Where the nodes of a class of a block are computed again, if they are.
+/// Where the nodes of a class in a block are recomputed, if they are.
 fn again(lives: &Lives, selected: &Selected<'_>, block: u64, class: usize) -> Option<usize> {
     lives.start(block).filter(|_| selected.is_again(block, class))
 }
 
-/// A gradient that is read behind the loop.
+/// A gradient that is read behind the loop over microbatches.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::search) struct Gradient {
     /// The class that makes it, and which of its results it is.
@@ -254,73 +253,10 @@ impl Lives {
         let is_lasting = lasting(prepared);
         // Per value, its place in the list.
         let mut life: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
-        for (id, node) in graph.nodes() {
-            let (class, position, own) = (prepared.folded.class[id], id.index(), prepared.blocks.of(id));
-            if let (Role::Backward(_), Some(block)) = (node.role, own) {
-                let start = &mut all.backward[block as usize];
-                *start = (*start).min(position);
-            }
-            if !node.op.is_leaf() && !is_view(&node.op) {
-                let block = if node.role == Role::Forward { own } else { None };
-                all.runs.push(Run { class, position, block });
-            }
-            for value in &node.operands {
-                let Some(index) = life[*value] else { continue };
-                let life = &mut all.lives[index];
-                life.last = position;
-                if node.role != Role::Forward {
-                    life.first_backward = life.first_backward.min(position);
-                } else {
-                    life.readers.extend(own.map(|block| (block, class)));
-                    life.last_forward = position;
-                    // What another block reads is kept.
-                    if own != life.block {
-                        life.block = None;
-                    }
-                }
-            }
-            if !prepared.in_loop(class) || prepared.is_parameter[class] {
-                continue;
-            }
-            let is_gradient = |value: &ValueId| prepared.is_gradient[class] && is_lasting[*value];
-            if is_view(&node.op)
-                && let Some(of) = node.operands.first()
-            {
-                life[node.results[0]] = life[*of];
-                continue;
-            }
-            // A vector that a product adds is never copied along the product's rows.
-            if matches!(node.op, Op::Broadcast(_)) && !prepared.emitted[class].is_made {
-                continue;
-            }
-            let block = if node.role == Role::Forward { own } else { None };
-            let is_term = prepared.is_gradient[class] && !node.results.iter().any(is_gradient);
-            // A term that adds itself to another is never there.
-            if is_term && !prepared.emitted[class].is_made {
-                continue;
-            }
-            for (result, value) in node.results.iter().enumerate() {
-                if is_gradient(value) {
-                    let adds_itself = adds_itself(graph, *value);
-                    all.gradients.push(Gradient { class, result, made: position, adds_itself });
-                    continue;
-                }
-                life[*value] = Some(all.lives.len());
-                let (made, last, last_forward, first_backward) = (position, position, position, usize::MAX);
-                let (given, readers) = (None, Vec::new());
-                all.lives.push(Life {
-                    class,
-                    result,
-                    made,
-                    last,
-                    last_forward,
-                    first_backward,
-                    block,
-                    readers,
-                    given,
-                    is_term,
-                });
-            }
+        for (id, _) in graph.nodes() {
+            all.run(prepared, id);
+            all.read(prepared, id, &life);
+            all.make(prepared, id, &is_lasting, &mut life);
         }
         all.give(prepared, &life);
         let of = |AtTurn { stay, go }: &AtTurn| [*stay, go.iter().map(|[count, _]| count).sum()];
@@ -328,6 +264,85 @@ impl Lives {
         all.at_turn = at_turn.iter().map(|results| results.iter().map(of).collect()).collect();
         all.pieces = Pieces::new(&all);
         all
+    }
+
+    /// Notes that a node runs: it may need scratch memory, or be the first of its block's backward pass.
+    fn run(&mut self, prepared: &Prepared<'_>, id: NodeId) {
+        let (node, position, block) = (prepared.graph.node(id), id.index(), prepared.blocks.of(id));
+        if let (Role::Backward(_), Some(block)) = (node.role, block) {
+            let start = &mut self.backward[block as usize];
+            *start = (*start).min(position);
+        }
+        if !node.op.is_leaf() && !is_view(&node.op) {
+            let block = block.filter(|_| node.role == Role::Forward);
+            self.runs.push(Run { class: prepared.folded.class[id], position, block });
+        }
+    }
+
+    /// Extends the lives of what a node reads. `life` is the index of each value's life.
+    fn read(&mut self, prepared: &Prepared<'_>, id: NodeId, life: &SecondaryMap<ValueId, Option<usize>>) {
+        let (node, position, block) = (prepared.graph.node(id), id.index(), prepared.blocks.of(id));
+        for index in node.operands.iter().filter_map(|value| life[*value]) {
+            let life = &mut self.lives[index];
+            life.last = position;
+            if node.role != Role::Forward {
+                life.first_backward = life.first_backward.min(position);
+                continue;
+            }
+            life.readers.extend(block.map(|block| (block, prepared.folded.class[id])));
+            life.last_forward = position;
+            // What another block reads is kept.
+            if block != life.block {
+                life.block = None;
+            }
+        }
+    }
+
+    /// Begins the lives of what a node of the loop makes: gradients that are read behind the loop, and other values.
+    fn make(
+        &mut self,
+        prepared: &Prepared<'_>,
+        id: NodeId,
+        is_lasting: &SecondaryMap<ValueId, bool>,
+        life: &mut SecondaryMap<ValueId, Option<usize>>,
+    ) {
+        let (node, made, class) = (prepared.graph.node(id), id.index(), prepared.folded.class[id]);
+        if !prepared.in_loop(class) || prepared.is_parameter[class] {
+            return;
+        }
+        if is_view(&node.op)
+            && let Some(of) = node.operands.first()
+        {
+            life[node.results[0]] = life[*of];
+            return;
+        }
+        let is_gradient = |value: &ValueId| prepared.is_gradient[class] && is_lasting[*value];
+        let is_term = prepared.is_gradient[class] && !node.results.iter().any(is_gradient);
+        // A vector that a product adds is never copied along the product's rows, and a term that adds itself to another
+        // is never there.
+        if (is_term || matches!(node.op, Op::Broadcast(_))) && !prepared.emitted[class].is_made {
+            return;
+        }
+        for (result, value) in node.results.iter().enumerate() {
+            if is_gradient(value) {
+                let adds_itself = adds_itself(prepared.graph, *value);
+                self.gradients.push(Gradient { class, result, made, adds_itself });
+                continue;
+            }
+            life[*value] = Some(self.lives.len());
+            self.lives.push(Life {
+                class,
+                result,
+                made,
+                last: made,
+                last_forward: made,
+                first_backward: usize::MAX,
+                block: prepared.blocks.of(id).filter(|_| node.role == Role::Forward),
+                readers: Vec::new(),
+                given: None,
+                is_term,
+            });
+        }
     }
 
     /// Where a block's backward pass starts, if it has one.
