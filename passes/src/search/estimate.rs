@@ -51,18 +51,19 @@ use storage::{Held, Storage};
 use summed::Adding;
 use turns::{beside_kernels, converted_once, is_in_pass};
 
-/// The sums of one placed mesh.
+/// The sums of one placed mesh: seconds, and bytes per rank.
 pub struct Shape<'a> {
+    /// A microbatch's passes, without recomputation.
     forward: Split,
     backward: Split,
-    /// What can be computed again.
+    /// What can be recomputed.
     menu: OnceLock<Menu>,
     prepared: &'a Prepared<'a>,
-    /// Per class, what one of its nodes takes, with its conversions.
+    /// Per class, what one of its nodes takes, with its changes of layout.
     prices: Vec<Split>,
-    /// Per class, the seconds by which one takes longer where the gradients of weights are a pass by themselves.
+    /// Per class, by how many seconds one takes longer where the gradients of weights are a pass of their own.
     apart: Vec<f64>,
-    /// What the copies of its results take that their readers share.
+    /// Per class, the share of `prices` that makes copies in another layout which several nodes read.
     copies: Vec<Split>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
@@ -72,30 +73,32 @@ pub struct Shape<'a> {
     adding: Adding,
     /// Bytes of the largest gradient in the blocks.
     block_gradient: u64,
-    /// Seconds that gradients take less which are made where they are stored.
+    /// Seconds saved where each rank makes only its part of a gradient.
     saved: f64,
-    /// Of what is done once, the seconds in which weights change their layout.
+    /// The seconds of `once` in which weights change their layout along the tensor axes.
     turned: f64,
     /// Blocks of the model.
     pub blocks: u64,
-    /// By how many seconds of a step the last rank takes longer than others where tokens are not in chunks.
+    /// By how many seconds of a step the last rank takes longer than others in causal attention, unless tokens are in
+    /// chunks.
     pub uneven: f64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
-    /// By how many seconds nodes of the head take longer for it.
+    /// By how many seconds nodes of the head take longer in chunks than whole.
     longer: BTreeMap<NodeId, f64>,
     liveness: Liveness<'a>,
-    /// The peaks that were asked for.
+    /// The peaks that were found so far.
     peaks: Mutex<BTreeMap<(Recompute, u64, usize), Peak>>,
-    /// What they are found from.
+    /// What peaks are found from.
     profiles: Mutex<BTreeMap<(u64, usize), Profile>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
-    /// What communication runs beside, and for each way to store what that over the data axes takes.
+    /// The loop over microbatches as communication sees it, and for each way to store parameters the seconds of
+    /// collectives over data ranks.
     around: Loop,
     times: Vec<OnceLock<Times>>,
-    /// Per way to store parameters, the seconds of communication that show where nothing is computed again.
+    /// Per way to store parameters, the seconds of exposed communication without recomputation.
     bare: Mutex<BTreeMap<(usize, u64), f64>>,
 }
 
@@ -117,7 +120,7 @@ impl<'a> Shape<'a> {
             prices: Vec::new(),
             apart: vec![0.0; prepared.rules.len()],
             adding: Adding::new(prepared.rules.len()),
-            copies: Vec::new(),
+            copies: vec![Split::default(); prepared.rules.len()],
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             block_gradient: 0,
@@ -139,34 +142,46 @@ impl<'a> Shape<'a> {
         // What is converted in between is made and read by instructions of their own.
         let mut is_apart = vec![false; prepared.rules.len()];
         conversions.iter().for_each(|conversion| is_apart[conversion.reader] = true);
-        let (mut each, mut seconds) = (Vec::new(), Vec::new());
+        let mut seconds = Vec::new();
         let converted = converted_once(prepared, conversions);
         for (class, is_apart) in is_apart.into_iter().enumerate() {
             let (time, bound) = shape.add_class(prepared, placed, class, is_apart);
             shape.add_stored(prepared, placed, class, time, &converted);
-            each.push(Split::of(time, bound));
+            shape.prices.push(Split::of(time, bound));
             seconds.push(time);
         }
         shape.storages.iter_mut().for_each(|storage| storage.find_made(prepared, placed));
         let first = &shape.storages[0];
         let divides = |class: usize| Some(first.among(prepared, placed, class)?.1.dim);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
+        shape.add_conversions(placed, beside_kernels(prepared, placed, conversions, &seconds));
+        for made in shape.storages[0].made.values() {
+            let members = prepared.folded.classes[made.maker].members.len() as f64;
+            shape.saved += seconds[made.maker] * members * (1.0 - 1.0 / made.ranks as f64);
+            shape.liveness.in_parts.push(made.maker);
+        }
+        shape.add_chunks(placed);
+        shape.liveness.staging = shape.staging(conversions);
+        shape
+    }
+
+    /// Adds changes of layout, of which only what kernels do not hide is left ([`beside_kernels`]). Each comes with the
+    /// seconds by which more shows where the gradients of weights are a pass of their own.
+    fn add_conversions(&mut self, placed: &Placed<'_>, shown: Vec<(Conversion, f64)>) {
+        let prepared = self.prepared;
+        let (scales, others): (Vec<_>, Vec<_>) = shown.into_iter().partition(|(of, _)| prepared.is_scale(of.maker));
         // Scales of parameters are reduced together.
-        let is_scale = |(of, _): &(Conversion, f64)| prepared.is_scale(of.maker);
-        let (scales, others): (Vec<_>, Vec<_>) =
-            beside_kernels(prepared, placed, conversions, &seconds).into_iter().partition(is_scale);
-        shape.once.communication += scales.iter().map(|(scale, _)| scale.turn.seconds()).fold(0.0, f64::max);
-        let mut copies = vec![Split::default(); each.len()];
+        self.once.communication += scales.iter().map(|(scale, _)| scale.turn.seconds()).fold(0.0, f64::max);
         // What is gathered of parameters in front of the loop starts once for each block.
         let is_merged = |of: &Conversion| prepared.is_merged(of.maker, of.reader);
         let starts = others.iter().map(|(of, _)| of).filter(|of| is_merged(of)).map(|of| of.start * of.count as f64);
-        shape.once.communication += starts.fold(0.0, f64::max);
+        self.once.communication += starts.fold(0.0, f64::max);
         for (conversion, apart) in &others {
             let start = if is_merged(conversion) { conversion.start } else { 0.0 };
             let seconds = (conversion.turn.seconds() - start) * conversion.count as f64;
             let is_in_pass = is_in_pass(prepared, placed, conversion);
-            shape.part(prepared.role(conversion.reader), is_in_pass).communication += seconds;
-            shape.turned += if prepared.is_of_weight(conversion.maker, conversion.reader) { seconds } else { 0.0 };
+            self.part(prepared.role(conversion.reader), is_in_pass).communication += seconds;
+            self.turned += if prepared.is_of_weight(conversion.maker, conversion.reader) { seconds } else { 0.0 };
             // What is converted once is no node's of a microbatch.
             if !is_in_pass {
                 continue;
@@ -174,20 +189,12 @@ impl<'a> Shape<'a> {
             // Terms are added where they are made, and again where they are made again; so is a copy that several read.
             let class = if conversion.is_early || conversion.is_shared { conversion.maker } else { conversion.reader };
             let members = prepared.folded.classes[class].members.len() as f64;
-            shape.apart[class] += apart * conversion.count as f64 / members;
-            let seconds = seconds / members;
-            each[class].communication += seconds;
-            copies[class].communication += if conversion.is_shared && !conversion.is_early { seconds } else { 0.0 };
+            self.apart[class] += apart * conversion.count as f64 / members;
+            self.prices[class].communication += seconds / members;
+            if conversion.is_shared && !conversion.is_early {
+                self.copies[class].communication += seconds / members;
+            }
         }
-        for made in shape.storages[0].made.values() {
-            let members = prepared.folded.classes[made.maker].members.len() as f64;
-            shape.saved += seconds[made.maker] * members * (1.0 - 1.0 / made.ranks as f64);
-            shape.liveness.in_parts.push(made.maker);
-        }
-        shape.add_chunks(placed);
-        (shape.prices, shape.copies) = (each, copies);
-        shape.liveness.staging = shape.staging(conversions);
-        shape
     }
 
     /// Adds what the nodes of the head take longer in chunks than whole: products of fewer tokens, a start for each, and
@@ -220,8 +227,8 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.
-    /// Those that every rank makes whole, and those of which some are made where they are stored.
+    /// The scratch memory of collectives that add: for sums between nodes, for gradients if every rank makes them whole,
+    /// and for gradients if some are made in parts ([`Liveness::in_parts`]).
     fn staging(&self, conversions: &[Conversion]) -> [u64; 3] {
         let scratch = |bytes: u64| {
             let action = Action::ReduceScatter { reduce: ReduceKind::Sum, group: 0 };
@@ -239,7 +246,7 @@ impl<'a> Shape<'a> {
         [alone, gradients(&[]), gradients(&self.liveness.in_parts)].map(scratch)
     }
 
-    /// Bytes of gradients that wait for others to be reduced with.
+    /// Bytes of a bucket of gradients: a block's at most.
     fn bucket(&self, whole: u64) -> u64 {
         (BUCKET as u64).min(whole / self.blocks.max(1))
     }
