@@ -52,7 +52,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     let plan = Plan { graph: graph.clone(), ..Plan::default() };
     let Ok(plan) = verify::plan(plan) else { return emitted };
     let Ok(mut draft) = draft_rank(&plan, 0, target) else { return emitted };
-    for instruction in draft.sections.iter().flatten().map(|item| &item.instruction) {
+    for instruction in instructions(&draft) {
         let is_product = matches!(instruction.action, Action::Compute(Op::Matmul(_)));
         for value in instruction.results.iter().filter_map(|result| draft.buffers[*result].value) {
             let node = graph.value(value).def;
@@ -70,27 +70,75 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     merge_casts(&mut draft);
     merge_repeated(&mut draft);
     share_parts(&mut draft);
-    for instruction in draft.sections.iter().flatten().map(|item| &item.instruction) {
+    for instruction in instructions(&draft) {
         let source = instruction.source.filter(|_| draft.is_view(instruction));
         source.iter().for_each(|node| emitted[*node].is_view = matches!(graph.node(*node).op, Op::Slice(_)));
     }
-    let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
-    let reach = Library::SHARDC.reach;
-    let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
-        let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
-        let sum = draft.buffers[results[0]].value.map(|value| graph.value(value).def);
-        let (operands, results) = (types(operands), types(results));
+    let mut count = Count { graph, draft: &draft, sources, emitted };
+    for instruction in instructions(&draft).filter(|instruction| !draft.is_view(instruction)) {
+        if let Action::Compute(op) = &instruction.action {
+            count.instruction(op, &instruction.operands, &instruction.results);
+        }
+    }
+    count.emitted
+}
+
+fn instructions(draft: &Draft) -> impl Iterator<Item = &Instruction> {
+    draft.sections.iter().flatten().map(|item| &item.instruction)
+}
+
+/// Counts launches and traffic of instructions for the nodes whose they are.
+struct Count<'a> {
+    graph: &'a Graph,
+    draft: &'a Draft,
+    /// The node of each instruction, by its first result.
+    sources: HashMap<BufferId, NodeId>,
+    emitted: SecondaryMap<NodeId, Emitted>,
+}
+
+impl Count<'_> {
+    /// Counts an instruction: each of the products that it joins and of the operations that it repeats for its own node.
+    fn instruction(&mut self, op: &Op, operands: &[BufferId], mut results: &[BufferId]) {
+        match op {
+            Op::Fused(region) if region.is_products() => {
+                for step in &region.steps {
+                    let operands: Vec<BufferId> = step.operands.iter().map(|at| operands[*at]).collect();
+                    let (own, others) = results.split_at(step.results.len());
+                    self.operation(&step.op, &operands, own, 1.0);
+                    results = others;
+                }
+                for node in region.steps.iter().filter_map(|step| step.source) {
+                    self.emitted[node].beside = region.steps.len();
+                }
+            }
+            Op::Each(each) => {
+                let launches = launches(op, &[]) / each.count as f64;
+                for (operands, results) in each.items(operands).zip(each.items(results)) {
+                    self.operation(&each.op, operands, results, launches);
+                }
+            }
+            op => self.operation(op, operands, results, launches(op, &self.types(operands))),
+        }
+    }
+
+    /// Counts an operation of so many launches.
+    fn operation(&mut self, op: &Op, operands: &[BufferId], results: &[BufferId], launches: f64) {
+        let Some(node) = results.first().and_then(|first| self.sources.get(first)).copied() else { return };
+        let graph = self.graph;
+        let sum = self.draft.buffers[results[0]].value.map(|value| graph.value(value).def);
+        let (operands, results) = (self.types(operands), self.types(results));
         let (mut reads, made) = (graph.operand_types(node), graph.result_types(node));
         let adds = op.name() == graph.node(node).op.name() && adds_rows(op, operands.len());
         if adds {
             reads.push(made[0].clone());
         }
+        let reach = Library::SHARDC.reach;
         let own = bytes(&graph.node(node).op, &reads, &made);
-        emitted[node].launches += part;
-        emitted[node].adds |= adds;
         let pace = reach.of(op) / reach.of(&graph.node(node).op);
+        let emitted = &mut self.emitted;
+        emitted[node].launches += launches;
+        emitted[node].adds |= adds;
         emitted[node].traffic += bytes(op, &operands, &results) / own.max(1.0) / pace;
-        let result = made.first().map_or(1.0, |ty| ty.bytes().0 as f64);
         let mut after = epilogue_bytes(op, &operands, &results);
         // What a product adds to belongs to the sum: it is none of the product where a conversion lies between the two.
         if let Some((sum, addend)) = sum.filter(|node| emitted[*node].is_summed).zip(op.addend(operands.len())) {
@@ -99,35 +147,13 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
             emitted[sum].traffic += moved / all.max(1.0) * reach.of(&graph.node(sum).op) / reach.of(op);
             after -= moved;
         }
+        let result = made.first().map_or(1.0, |ty| ty.bytes().0 as f64);
         emitted[node].after += after / result.max(1.0);
-    };
-    let mut joined: Vec<(NodeId, usize)> = Vec::new();
-    for item in draft.sections.iter().flatten().filter(|item| !draft.is_view(&item.instruction)) {
-        let Instruction { action: Action::Compute(op), operands, results, .. } = &item.instruction else { continue };
-        match op {
-            Op::Fused(region) if region.is_products() => {
-                let mut results = &results[..];
-                for step in &region.steps {
-                    let operands: Vec<BufferId> = step.operands.iter().map(|at| operands[*at]).collect();
-                    let (own, others) = results.split_at(step.results.len());
-                    add(&step.op, &operands, own, 1.0);
-                    results = others;
-                }
-                let nodes = region.steps.iter().filter_map(|step| step.source);
-                joined.extend(nodes.map(|node| (node, region.steps.len())));
-            }
-            Op::Each(each) => {
-                let items = each.items(operands).zip(each.items(results));
-                let part = launches(op, &[]) / each.count as f64;
-                items.for_each(|(operands, results)| add(&each.op, operands, results, part));
-            }
-            op => add(op, operands, results, launches(op, &types(operands))),
-        }
     }
-    for (node, beside) in joined {
-        emitted[node].beside = beside;
+
+    fn types(&self, ids: &[BufferId]) -> Vec<TensorType> {
+        ids.iter().map(|id| self.draft.buffers[*id].ty.clone()).collect()
     }
-    emitted
 }
 
 /// Whether an operation that is no product adds to a summand: then it moves what it names of that, not all of it.
@@ -137,14 +163,13 @@ fn adds_rows(op: &Op, operands: usize) -> bool {
 
 /// The nodes whose results an instruction of an earlier node makes, and how many nodes lie between the two.
 fn ahead(draft: &Draft, graph: &Graph) -> Vec<(NodeId, usize)> {
-    let instructions = draft.sections.iter().flatten().map(|item| &item.instruction);
     let of = |instruction: &Instruction| {
         let source = instruction.source?.index();
         let made = instruction.results.iter().filter_map(|result| draft.buffers[*result].value);
         let made = made.map(|value| graph.value(value).def).max()?;
         Some((made, made.index().checked_sub(source).filter(|nodes| *nodes > 0)?))
     };
-    instructions.filter_map(of).collect()
+    instructions(draft).filter_map(of).collect()
 }
 
 /// The nodes of each region of small values, with the first of them.
@@ -155,13 +180,12 @@ fn together(draft: &Draft) -> Vec<(NodeId, NodeId)> {
         let first = sources.first().copied().filter(|_| is_small(draft, instruction));
         first.map_or(Vec::new(), |first| sources.into_iter().map(|node| (node, first)).collect())
     };
-    draft.sections.iter().flatten().flat_map(|item| of(&item.instruction)).collect()
+    instructions(draft).flat_map(of).collect()
 }
 
 /// The node of each instruction, by its first result.
 fn sources(draft: &Draft) -> HashMap<BufferId, NodeId> {
-    let instructions = draft.sections.iter().flatten().map(|item| &item.instruction);
-    instructions.filter_map(|instruction| Some((*instruction.results.first()?, instruction.source?))).collect()
+    instructions(draft).filter_map(|instruction| Some((*instruction.results.first()?, instruction.source?))).collect()
 }
 
 fn bytes(op: &Op, operands: &[TensorType], results: &[TensorType]) -> f64 {
