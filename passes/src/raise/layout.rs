@@ -323,77 +323,51 @@ impl Layouts<'_> {
         best.unwrap_or(whole)
     }
 
-    /// Does a node's work in the layout of its operands, if it can; whether it did.
+    /// Adds what does a node's work in the layout of its operands, if that can be; whether it did.
     fn node(&mut self, to: &mut Graph, id: NodeId) -> Result<bool, OpError> {
         let (from, node) = (self.from, self.from.node(id));
         let ([result], Some(first)) = (&node.results[..], node.operands.first()) else { return Ok(false) };
-        let ty = from.ty(*result).clone();
         match &node.op {
             // It is made where it is read.
-            Op::Broadcast(_) => return Ok(true),
+            Op::Broadcast(_) => {}
             Op::Transpose(op) => {
                 let shape = &from.ty(*first).shape;
                 let layout = self.laid.get(first).map_or_else(|| Layout::whole(shape), |(_, layout)| layout.clone());
                 let tensor = self.held(to, *first, &layout)?;
                 self.lay(*result, tensor, layout.permuted(&op.permutation));
-                return Ok(true);
             }
             Op::Reshape(_) => {
-                let Some(layout) = self.moved(*first).and_then(|layout| layout.reshaped(&ty.shape)) else {
+                let Some(layout) = self.moved(*first).and_then(|layout| layout.reshaped(&from.ty(*result).shape))
+                else {
                     return Ok(false);
                 };
                 let (layout, tensor) = (layout.joined(), self.laid[first].0);
                 let tensor = self.reshape(to, *result, tensor, &layout.shape)?;
                 self.lay(*result, tensor, layout);
-                return Ok(true);
             }
-            _ => {}
+            _ => return self.computed(to, id),
         }
+        Ok(true)
+    }
+
+    /// The same for a node that computes something: in the layout in which most of its operands are held, unless that is
+    /// the order of the values.
+    fn computed(&mut self, to: &mut Graph, id: NodeId) -> Result<bool, OpError> {
+        let (from, node) = (self.from, self.from.node(id));
+        let (result, shape) = (node.results[0], |value: &ValueId| &from.ty(*value).shape);
         // A scalar goes with everything.
-        let rank = node.operands.iter().map(|operand| from.ty(*operand).rank()).max().unwrap_or(0);
+        let rank = node.operands.iter().map(|operand| shape(operand).len()).max().unwrap_or(0);
         let tensors: Vec<ValueId> =
-            node.operands.iter().copied().filter(|operand| from.ty(*operand).rank() == rank).collect();
+            node.operands.iter().copied().filter(|operand| shape(operand).len() == rank).collect();
         let Some(lead) = tensors.first() else { return Ok(false) };
-        let layout = self.best(&tensors, &from.ty(*lead).shape);
+        let layout = self.best(&tensors, shape(lead));
         if layout.is_whole() {
             return Ok(false);
         }
-        let (op, laid) = match &node.op {
-            Op::Unary(_) | Op::Binary(_) | Op::Affine(_) | Op::Cast(_) | Op::Select(_) | Op::Compare(_) => {
-                (Some(node.op.clone()), layout.clone())
-            }
-            Op::Slice(op) => {
-                let [start, limit] = [&op.start, &op.limit].map(|places| layout.each(places));
-                let op = start.zip(limit).map(|(start, limit)| Slice { start, limit }.into());
-                (op, Layout { shape: layout.each(&ty.shape).unwrap_or_default(), ..layout.clone() })
-            }
-            Op::Pad(op) => {
-                let [low, high] = [&op.low, &op.high].map(|sizes| layout.each(sizes));
-                let op = low.zip(high).map(|(low, high)| Pad { low, high, value: op.value }.into());
-                (op, Layout { shape: layout.each(&ty.shape).unwrap_or_default(), ..layout.clone() })
-            }
-            Op::Concat(op) => {
-                let shape = layout.each(&ty.shape);
-                let along = shape.is_some().then(|| Concat { dim: layout.dims[op.dim][0] }.into());
-                // Operands differ along it.
-                (along, Layout { shape: shape.unwrap_or_default(), ..layout.clone() })
-            }
-            Op::Reduce(op) => {
-                let mut gone: Vec<usize> = op.dims.iter().flat_map(|dim| layout.dims[*dim].iter().copied()).collect();
-                gone.sort_unstable();
-                let place = |dim: &usize| dim - gone.iter().filter(|gone| *gone < dim).count();
-                let rest = layout.dims.iter().enumerate().filter(|(dim, _)| !op.dims.contains(dim));
-                let dims = rest.map(|(_, dims)| dims.iter().map(place).collect()).collect();
-                let kept = (0..layout.shape.len()).filter(|dim| !gone.contains(dim));
-                let shape = kept.map(|dim| layout.shape[dim]).collect();
-                (Some(Reduce { kind: op.kind, dims: gone }.into()), Layout { dims, shape })
-            }
-            _ => (None, layout.clone()),
-        };
-        let Some(op) = op else { return Ok(false) };
+        let Some((op, laid)) = in_layout(&node.op, &layout, shape(&result)) else { return Ok(false) };
         let mut operands = Vec::new();
         for operand in &node.operands {
-            let shape = &from.ty(*operand).shape;
+            let shape = shape(operand);
             let layout = match &node.op {
                 _ if shape.len() != rank => Layout::whole(shape),
                 Op::Concat(_) => Layout { shape: layout.each(shape).unwrap_or_default(), ..layout.clone() },
@@ -401,10 +375,45 @@ impl Layouts<'_> {
             };
             operands.push(self.held(to, *operand, &layout)?);
         }
-        let added = to.add_as(op, &operands, &[ty.with_shape(laid.shape.clone())], node.path.clone(), node.role)?;
-        self.lay(*result, to.result(added), laid);
+        let ty = from.ty(result).with_shape(laid.shape.clone());
+        let added = to.add_as(op, &operands, &[ty], node.path.clone(), node.role)?;
+        self.lay(result, to.result(added), laid);
         Ok(true)
     }
+}
+
+/// The operation that does to tensors of a layout what `op` does to values, and the layout of its result, which is a value
+/// of this shape. None if there is no such operation.
+fn in_layout(op: &Op, layout: &Layout, shape: &[u64]) -> Option<(Op, Layout)> {
+    let with_shape = |shape| Layout { shape, ..layout.clone() };
+    Some(match op {
+        Op::Unary(_) | Op::Binary(_) | Op::Affine(_) | Op::Cast(_) | Op::Select(_) | Op::Compare(_) => {
+            (op.clone(), layout.clone())
+        }
+        Op::Slice(op) => {
+            let (start, limit) = (layout.each(&op.start)?, layout.each(&op.limit)?);
+            (Slice { start, limit }.into(), with_shape(layout.each(shape)?))
+        }
+        Op::Pad(op) => {
+            let (low, high) = (layout.each(&op.low)?, layout.each(&op.high)?);
+            (Pad { low, high, value: op.value }.into(), with_shape(layout.each(shape)?))
+        }
+        Op::Concat(op) => {
+            let shape = layout.each(shape)?;
+            (Concat { dim: layout.dims[op.dim][0] }.into(), with_shape(shape))
+        }
+        Op::Reduce(op) => {
+            let mut gone: Vec<usize> = op.dims.iter().flat_map(|dim| layout.dims[*dim].iter().copied()).collect();
+            gone.sort_unstable();
+            let place = |dim: &usize| dim - gone.iter().filter(|gone| *gone < dim).count();
+            let rest = layout.dims.iter().enumerate().filter(|(dim, _)| !op.dims.contains(dim));
+            let dims = rest.map(|(_, dims)| dims.iter().map(place).collect()).collect();
+            let kept = (0..layout.shape.len()).filter(|dim| !gone.contains(dim));
+            let shape = kept.map(|dim| layout.shape[dim]).collect();
+            (Reduce { kind: op.kind, dims: gone }.into(), Layout { dims, shape })
+        }
+        _ => return None,
+    })
 }
 
 #[cfg(test)]
