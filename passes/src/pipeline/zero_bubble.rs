@@ -25,11 +25,11 @@ use super::order::{Lengths, Pass, Step};
 use super::rhythm::{Due, Rhythm};
 use shardc_ir::Pipeline;
 
-/// Of how many chunks the gradients of weights are delayed before forward passes are through.
+/// The most chunks whose gradients of weights are delayed while there are still forward passes.
 pub const CLOSE: u64 = 2;
 
-/// Of how many chunks a stage keeps room for what forward passes on the way up leave: one for every eight stages. With less
-/// some would wait.
+/// For how many chunks a stage keeps room on the way up: one for every eight stages. With less, some forward passes on the
+/// way up would wait.
 pub fn kept_for_the_way_up(stages: u64) -> u64 {
     stages.div_ceil(8)
 }
@@ -37,30 +37,32 @@ pub fn kept_for_the_way_up(stages: u64) -> u64 {
 /// The stages of a pipeline in which it pays to wait for what comes soon.
 const LONG: u64 = 16;
 
-/// For what part of a step a stage waits for something that is due before, rather than begin it. With more the gaps are
-/// larger than what they are for.
+/// The share of a pass for which a stage rather waits for one that is due before it. With more, the gaps cost more than they
+/// gain.
 const SOON: f64 = 0.5;
 
-/// A chunk, by its passes.
+/// A chunk of the model. Arrays are by [`Pass`].
 #[derive(Clone, Copy)]
 struct Chunk {
+    /// The length of a pass.
     takes: [f64; 3],
-    /// When that of the first microbatch is due.
+    /// When the pass of the first microbatch is due.
     due: [f64; 3],
-    /// Of how many microbatches all is there that it waits for.
+    /// For how many microbatches a pass has all that it waits for.
     ready: [u64; 3],
+    /// For how many microbatches it was begun.
     begun: [u64; 3],
-    /// Of how many the gradients of weights are made.
+    /// For how many microbatches the gradients of weights are made.
     done: u64,
 }
 
 impl Chunk {
-    /// Of how many microbatches it holds what its forward passes left.
+    /// How many microbatches it holds activations of.
     fn held(&self) -> u64 {
         self.begun[Pass::Forward as usize] - self.done
     }
 
-    /// Of how many the gradients of weights are delayed.
+    /// How many microbatches it delays the gradients of weights of.
     fn waiting(&self) -> u64 {
         self.begun[Pass::Backward as usize] - self.begun[Pass::Weight as usize]
     }
@@ -68,9 +70,11 @@ impl Chunk {
 
 /// What a stage may hold at the most.
 struct Most {
-    /// Of both chunks, whatever a forward pass on the way up leaves, and on the way down.
+    /// Microbatches whose activations it holds, of both chunks together, behind a forward pass on the way up, and behind
+    /// one on the way down.
     up: u64,
     down: u64,
+    /// Microbatches whose gradients of weights it delays.
     delayed: u64,
 }
 
@@ -79,7 +83,7 @@ struct Most {
 enum Rule {
     /// Of the passes that are ready, the one that is due first.
     Ready,
-    /// The same, but nothing of which more than half would be left when another is ready that is due before.
+    /// The same, but it waits where one that is due before will be ready in less than half of that pass ([`SOON`]).
     ReadyUnlessSoon,
     /// What is due first, when it is ready.
     Due,
@@ -104,6 +108,65 @@ struct Stages {
 }
 
 impl Stages {
+    /// Before the first pass.
+    fn new(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: &dyn Fn(u32) -> Lengths) -> Self {
+        let in_flight = pipeline.most_in_flight(stages);
+        let most = Most {
+            up: in_flight,
+            down: in_flight.saturating_sub(kept_for_the_way_up(stages)).max(1),
+            delayed: pipeline.most_delayed(stages),
+        };
+        let of_chunk = |chunk: u32| Pass::ALL.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
+        let takes: Vec<[f64; 3]> = (0..2 * stages as u32).map(of_chunk).collect();
+        let mean = |pass: Pass| takes.iter().map(|of| of[pass as usize]).sum::<f64>() / takes.len().max(1) as f64;
+        let steady = || Due::steady(stages, Pass::ALL.map(mean), most.down);
+        let rhythm = Rhythm::of(in_flight, (stages, microbatches)).filter(|_| most.delayed >= CLOSE);
+        let (rule, due) = match rhythm {
+            _ if microbatches < stages => (Rule::Ready, Due::of_few(stages)),
+            Some(rhythm) => (Rule::Due, Due::in_turns(stages, &rhythm)),
+            // Many stages would wait for what is late, stages may hold much (four fifths of what 1F1B holds), and the
+            // pipeline is full for most of the step.
+            None if stages >= LONG && 5 * in_flight >= 8 * stages && microbatches >= 2 * stages => {
+                (Rule::ReadyUnlessSoon, steady())
+            }
+            None => (Rule::Ready, steady()),
+        };
+        let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
+            takes: *takes,
+            due: *due,
+            ready: [0; 3],
+            begun: [0; 3],
+            done: 0,
+        };
+        let mut chunks: Vec<Chunk> = takes.iter().zip(&due.first).map(new).collect();
+        chunks[0].ready[Pass::Forward as usize] = microbatches;
+        Self { due, rule, most, microbatches, chunks, running: vec![None; stages as usize] }
+    }
+
+    /// The last chunk, the second of the first stage.
+    fn last(&self) -> u32 {
+        (self.chunks.len() - 1) as u32
+    }
+
+    /// The stage of a chunk.
+    fn stage_of(&self, chunk: u32) -> u32 {
+        chunk.min(self.last() - chunk)
+    }
+
+    /// Begins the next pass of a stage at this time, if the stage is free and has one. Gives the step, and when it ends.
+    fn begin(&mut self, stage: u32, now: f64) -> Option<(Step, f64)> {
+        if self.running[stage as usize].is_some() {
+            return None;
+        }
+        let step = self.next((stage, self.last() - stage), now)?;
+        let Step { chunk, pass, .. } = step;
+        let own = &mut self.chunks[chunk as usize];
+        own.begun[pass as usize] += 1;
+        let ends = now + own.takes[pass as usize];
+        self.running[stage as usize] = Some(Running { chunk, pass, ends });
+        Some((step, ends))
+    }
+
     /// What a stage begins, that is free at this time.
     fn next(&self, own: (u32, u32), now: f64) -> Option<Step> {
         match self.rule {
@@ -185,23 +248,21 @@ impl Stages {
         {
             return false;
         }
-        let last = (self.chunks.len() - 1) as u32;
         let maker = match pass {
             Pass::Forward => chunk.checked_sub(1).map(|before| (before, pass)),
-            _ if chunk == last => Some((chunk, Pass::Forward)),
+            _ if chunk == self.last() => Some((chunk, Pass::Forward)),
             _ => Some((chunk + 1, pass)),
         };
         let Some(maker) = maker else { return false };
-        let running = self.running[maker.0.min(last - maker.0) as usize];
+        let running = self.running[self.stage_of(maker.0) as usize];
         let soon = now + SOON * other.takes[step.pass as usize];
         running.is_some_and(|running| (running.chunk, running.pass) == maker && running.ends < soon)
     }
 
-    /// A pass of a chunk is done for another microbatch; gives the chunk that waited for it, if one did.
+    /// Ends a pass of a chunk for another microbatch. Gives the chunk that waited for it, if one did.
     fn end(&mut self, chunk: u32, pass: Pass) -> Option<u32> {
-        let last = (self.chunks.len() - 1) as u32;
         let (next, reader) = match pass {
-            Pass::Forward if chunk == last => (Some(chunk), Pass::Backward),
+            Pass::Forward if chunk == self.last() => (Some(chunk), Pass::Backward),
             Pass::Forward => (Some(chunk + 1), Pass::Forward),
             Pass::Backward => (chunk.checked_sub(1), Pass::Backward),
             Pass::Weight => (None, Pass::Weight),
@@ -228,38 +289,7 @@ pub(super) fn orders(
     microbatches: u64,
     lengths: &dyn Fn(u32) -> Lengths,
 ) -> Result<Vec<Vec<Step>>, String> {
-    let last = (2 * stages - 1) as u32;
-    let in_flight = pipeline.most_in_flight(stages);
-    let most = Most {
-        up: in_flight,
-        down: in_flight.saturating_sub(kept_for_the_way_up(stages)).max(1),
-        delayed: pipeline.most_delayed(stages),
-    };
-    let of_chunk = |chunk: u32| Pass::ALL.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
-    let takes: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
-    let mean = |pass: Pass| takes.iter().map(|of| of[pass as usize]).sum::<f64>() / takes.len().max(1) as f64;
-    let steady = || Due::steady(stages, Pass::ALL.map(mean), most.down);
-    let rhythm = Rhythm::of(in_flight, (stages, microbatches)).filter(|_| most.delayed >= CLOSE);
-    let (rule, due) = match rhythm {
-        _ if microbatches < stages => (Rule::Ready, Due::of_few(stages)),
-        Some(rhythm) => (Rule::Due, Due::in_turns(stages, &rhythm)),
-        // Many stages wait for what is late, much may be held, four fifths of what 1F1B holds, and the pipeline is full for
-        // most of the step.
-        None if stages >= LONG && 5 * in_flight >= 8 * stages && microbatches >= 2 * stages => {
-            (Rule::ReadyUnlessSoon, steady())
-        }
-        None => (Rule::Ready, steady()),
-    };
-    let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
-        takes: *takes,
-        due: *due,
-        ready: [0; 3],
-        begun: [0; 3],
-        done: 0,
-    };
-    let chunks = takes.iter().zip(&due.first).map(new).collect();
-    let mut all = Stages { due, rule, most, microbatches, chunks, running: vec![None; stages as usize] };
-    all.chunks[0].ready[Pass::Forward as usize] = microbatches;
+    let mut all = Stages::new(pipeline, stages, microbatches, lengths);
     // Three passes of both chunks.
     let mut orders: Vec<Vec<Step>> = (0..stages).map(|_| Vec::with_capacity(6 * microbatches as usize)).collect();
     // When stages are done with what they run, and behind them when another microbatch may come in.
@@ -269,19 +299,11 @@ pub(super) fn orders(
     let (mut now, mut ends, mut touched) = (0.0, Vec::new(), (0..stages as u32).collect::<Vec<_>>());
     loop {
         for stage in touched.drain(..) {
-            if all.running[stage as usize].is_some() {
-                continue;
-            }
-            let Some(step) = all.next((stage, last - stage), now) else { continue };
-            let Step { chunk, pass, .. } = step;
-            let own = &mut all.chunks[chunk as usize];
+            let Some((step, ends)) = all.begin(stage, now) else { continue };
             orders[stage as usize].push(step);
-            own.begun[pass as usize] += 1;
-            let ends = now + own.takes[pass as usize];
             agenda.set(stage as usize, ends);
-            all.running[stage as usize] = Some(Running { chunk, pass, ends });
             let next = all.due.comes_in(all.chunks[0].begun[Pass::Forward as usize]);
-            if (chunk, pass) == (0, Pass::Forward) && next > now {
+            if (step.chunk, step.pass) == (0, Pass::Forward) && next > now {
                 agenda.set(stages as usize, next);
             }
         }
@@ -294,7 +316,7 @@ pub(super) fn orders(
             };
             touched.push(end as u32);
             let waits = done.take().and_then(|Running { chunk, pass, .. }| all.end(chunk, pass));
-            touched.extend(waits.map(|chunk| chunk.min(last - chunk)));
+            touched.extend(waits.map(|chunk| all.stage_of(chunk)));
         }
     }
     let is_done = |of: &Chunk| of.done == microbatches;
