@@ -1,10 +1,11 @@
-//! What a search tells: the runners-up and why they lost, or why nothing fits and what would help.
+//! What a search reports: the runners-up and why they lost, or why nothing fits and what would help.
 
 use super::overstated::Refused;
 use super::undivided::{OTHER_RANKS, Undivided};
 use crate::cluster::DeviceKind;
 use crate::search::candidate::{Candidate, kin};
 use crate::search::choice::degrees::Degrees;
+use crate::search::choice::pins::Pins;
 use crate::search::error::PlanError;
 use crate::search::space::{Pipelines, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
@@ -205,32 +206,28 @@ pub(in crate::search) fn stopped(space: &Space<'_, '_>, is_proven: bool, left_ou
     }
 }
 
-/// Why nothing fits, by what needs the least of what was lowered, or of the estimates if nothing was.
+/// Why nothing fits, told of the plan that needs the least memory: of those that were lowered, or if none was, by estimate.
 pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Space<'_, '_>) -> PlanError {
     let Space { cluster, request, pins, .. } = *space;
-    let known = |index: usize| {
-        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, exact)| exact);
-        confirmed.unwrap_or(&candidates[index].prediction)
+    // Once programs are known, estimates are not compared with them.
+    let known: Vec<(&Candidate, Prediction)> = match refused.is_empty() {
+        true => candidates.iter().map(|of| (of, of.prediction)).collect(),
+        false => refused.iter().map(|(index, exact)| (&candidates[*index], *exact)).collect(),
     };
-    // What was lowered is known; an estimate is not, once others turned out larger or smaller.
-    let is_known = |index: &usize| refused.is_empty() || refused.iter().any(|(other, _)| other == index);
-    let Some(nearest) =
-        (0..candidates.len()).filter(is_known).min_by(|a, b| known(*a).filled().total_cmp(&known(*b).filled()))
-    else {
+    let Some((nearest, exact)) = known.into_iter().min_by(|(_, a), (_, b)| a.filled().total_cmp(&b.filled())) else {
         return PlanError::Bug("no candidate at all".to_string());
     };
-    let (needs, bound) = (known(nearest).memory, known(nearest).room);
+    let (needs, bound) = (exact.memory, exact.room);
     // Where ZeRO is not of the nearest, it may be because nothing divides over all ranks.
-    let mesh = match candidates[nearest].zero {
+    let mesh = match nearest.zero {
         0 => Degrees::new(1).with(Family::Data, &[cluster.ranks()]).mesh(cluster.ranks()),
-        _ => candidates[nearest].mesh(request.batch),
+        _ => nearest.mesh(request.batch),
     };
     let undivided = Undivided::of_mesh(space.prepared.graph, &mesh).filter(|_| pins.zero != Some(0));
     let mut breakdown = breakdown(&needs);
     if let Some(undivided) = &undivided {
         breakdown += &format!("; {undivided}");
     }
-    let is_pinned = *pins != Default::default();
     // No program tells how far an estimate is off.
     let by = if refused.is_empty() { ", by an estimate" } else { "" };
     let (share, give) = match cluster.share_of_host() {
@@ -245,43 +242,60 @@ pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused,
         _ => (String::new(), format!("give each rank {}{by}", needs.total().rounded_up())),
     };
     let mut fixes = vec![give];
+    fixes.extend(other_fixes(nearest, largest(&needs).0 == "activations", undivided, space));
+    PlanError::Infeasible {
+        bound,
+        share: share.into(),
+        pins: if is_pinned(space) { " under these pins" } else { "" }.into(),
+        choice: nearest.choice(),
+        needed: needs.total(),
+        breakdown: breakdown.into(),
+        fix: fixes.join(", or "),
+    }
+}
+
+fn is_pinned(space: &Space<'_, '_>) -> bool {
+    *space.pins != Pins::default()
+}
+
+/// What would help beside more memory. `nearest` is the plan that needs the least, `is_of_activations` whether most of that
+/// is activations.
+fn other_fixes(
+    nearest: &Candidate,
+    is_of_activations: bool,
+    undivided: Option<Undivided>,
+    space: &Space<'_, '_>,
+) -> Vec<String> {
+    let Space { cluster, request, pins, .. } = *space;
+    let mut fixes = Vec::new();
     // Without pins, every way to store parts has been tried on so many ranks.
-    fixes.extend(undivided.map(|undivided| if is_pinned { undivided.fix() } else { OTHER_RANKS.to_string() }));
-    if is_pinned {
+    fixes.extend(undivided.map(|undivided| if is_pinned(space) { undivided.fix() } else { OTHER_RANKS.to_string() }));
+    if is_pinned(space) {
         fixes.push("drop a pin".to_string());
     }
-    if largest(&needs).0 == "activations" && pins.microbatch.is_some_and(|pin| pin > 1) {
+    if is_of_activations && pins.microbatch.is_some_and(|pin| pin > 1) {
         fixes.push("use smaller microbatches".to_string());
     }
-    match (largest(&needs).0, request.seq, request.batch) {
-        ("activations", 0, batch) => fixes.push(format!("use fewer samples than {batch}")),
-        ("activations", _, batch) => fixes.push(format!("use shorter sequences or fewer of them than {batch}")),
-        _ => fixes.push(format!("use more than {}", counted(cluster.ranks(), "rank"))),
-    }
     let ranks = cluster.ranks();
-    if candidates[nearest].degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {
+    fixes.push(match (request.seq, request.batch) {
+        _ if !is_of_activations => format!("use more than {}", counted(ranks, "rank")),
+        (0, batch) => format!("use fewer samples than {batch}"),
+        (_, batch) => format!("use shorter sequences or fewer of them than {batch}"),
+    });
+    if nearest.degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {
         fixes.push(format!("use a batch that is a multiple of {ranks}, for all ranks to be data ranks"));
     }
-    let is_staged = pins.product(&[Family::Pipeline]) > 1;
-    if is_staged && largest(&needs).0 == "activations" && pins.recompute.is_none() {
+    if is_of_activations && pins.product(&[Family::Pipeline]) > 1 && pins.recompute.is_none() {
         fixes.push(LEANER.to_string());
     }
     if request.scope == Scope::Runnable && !space.away.is_pinned {
         fixes.extend(wider(space, space.pipelines != Pipelines::Never || pins.fixes(&[Family::Pipeline])));
     }
-    if space.away.is_open && candidates[nearest].offload.is_none() {
+    if space.away.is_open && nearest.offload.is_none() {
         let host = space.away.room.host;
         fixes.push(format!(
             "give each host more than {host} (--host-memory), which what would leave the devices exceeds"
         ));
     }
-    PlanError::Infeasible {
-        bound,
-        share: share.into(),
-        pins: if is_pinned { " under these pins" } else { "" }.into(),
-        choice: candidates[nearest].choice(),
-        needed: needs.total(),
-        breakdown: breakdown.into(),
-        fix: fixes.join(", or "),
-    }
+    fixes
 }
