@@ -15,8 +15,7 @@ use shardc_ir::plan::Scope;
 use shardc_ir::{Choice, EntityRef, Graph, NodeId, SecondaryMap, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of
-/// the inputs.
+/// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of the inputs.
 pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prepared<'a> {
     let folded = fold(graph);
     let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
@@ -28,37 +27,16 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         Choice::Pass(set) => (2, set),
     };
     let folded = folded.split(key);
-    let in_loop = folded.classes.iter().map(|class| in_loop[class.node]).collect();
-    let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
-    let batch = folded.classes.iter().map(|class| choices[class.node]).collect();
+    let nodes = || folded.classes.iter().map(|class| class.node);
+    let in_loop = nodes().map(|node| in_loop[node]).collect();
+    let rules: Vec<_> = nodes().map(|node| graph.rule(node)).collect();
+    let batch = nodes().map(|node| choices[node]).collect();
     let parameters = parameter_values(graph);
     let gradients = gradient_values(graph);
-    let first = |class: usize| graph.node(folded.classes[class].node);
-    let count = folded.classes.len();
-    let is_parameter = (0..count).map(|class| first(class).results.iter().all(|value| parameters.contains(value)));
-    let is_gradient = (0..count).map(|class| first(class).results.iter().any(|value| gradients.contains(value)));
-    let weight = (0..count).map(|class| {
-        let node = first(class);
-        let meets = matches!(
-            node.op,
-            Op::Matmul(_)
-                | Op::ScaledMatmul(_)
-                | Op::Embedding(_)
-                | Op::EmbeddingGrad(_)
-                | Op::Convolution(_)
-                | Op::ConvolutionTranspose(_)
-                | Op::ConvolutionFilterGrad(_)
-        );
-        if !meets {
-            return None;
-        }
-        let matrix = |value: &ValueId| graph.ty(*value).rank() >= 2;
-        let operand = node.operands.iter().position(|value| parameters.contains(value) && matrix(value));
-        let result = node.results.iter().position(|value| gradients.contains(value) && matrix(value));
-        operand.map(|index| (false, index)).or(result.map(|index| (true, index)))
-    });
-    let (is_parameter, is_gradient) = (is_parameter.collect(), is_gradient.collect());
-    let weight: Vec<Option<(bool, usize)>> = weight.collect();
+    let results = |node: NodeId| graph.node(node).results.iter();
+    let is_parameter = nodes().map(|node| results(node).all(|value| parameters.contains(value))).collect();
+    let is_gradient = nodes().map(|node| results(node).any(|value| gradients.contains(value))).collect();
+    let weight: Vec<_> = nodes().map(|node| weight(graph, node, &parameters, &gradients)).collect();
     let tied = ties(graph, &folded);
     let emitted = emitted(graph, &folded, target);
     let flows = flows(graph, &folded, &emitted);
@@ -93,6 +71,33 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     prepared.lives = Lives::new(&prepared);
     prepared.kinds = kinds_of(&prepared);
     prepared
+}
+
+/// The operand of a product that is a parameter's matrix, or its result (`true`) that is the gradient of one.
+fn weight(
+    graph: &Graph,
+    id: NodeId,
+    parameters: &BTreeSet<ValueId>,
+    gradients: &BTreeSet<ValueId>,
+) -> Option<(bool, usize)> {
+    let node = graph.node(id);
+    if !matches!(
+        node.op,
+        Op::Matmul(_)
+            | Op::ScaledMatmul(_)
+            | Op::Embedding(_)
+            | Op::EmbeddingGrad(_)
+            | Op::Convolution(_)
+            | Op::ConvolutionTranspose(_)
+            | Op::ConvolutionFilterGrad(_)
+    ) {
+        return None;
+    }
+    let matrix = |values: &[ValueId], of: &BTreeSet<ValueId>| {
+        values.iter().position(|value| of.contains(value) && graph.ty(*value).rank() >= 2)
+    };
+    let operand = matrix(&node.operands, parameters).map(|index| (false, index));
+    operand.or_else(|| matrix(&node.results, gradients).map(|index| (true, index)))
 }
 
 /// The nodes of the loop that only updates wait for.
