@@ -6,12 +6,11 @@
 //! have to be computed again, the head is also cut into smaller chunks.
 
 use super::away::At;
+use super::candidate::{Candidate, overlap_chunks};
 use super::choice::degrees::zero_stages;
+use super::choice::pins::{Pins, Recompute};
 use super::choose::overlap;
 use super::measure::{CLOSE, Measure};
-
-use super::candidate::{Candidate, overlap_chunks};
-use super::choice::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
 use super::visit::Visited;
@@ -22,7 +21,8 @@ use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, Mesh, Seconds};
 use std::cell::OnceCell;
 
-/// Prices of a byte at which leaner layouts are looked for where the fastest do not fit, as shares of the whole step for the whole memory; the highest first.
+/// Prices of memory at which leaner layouts are looked for where the fastest do not fit, the highest first: the share of the
+/// step that all of a rank's memory costs.
 const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
 
 /// How many times as long as the bound a plan takes where layouts that are not the fastest, one axis after the other, may be
@@ -66,7 +66,7 @@ pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, vi
     found
 }
 
-/// Adds plans with layouts that take less memory than the fastest, whose best takes so many seconds.
+/// Adds plans with layouts that take less memory than the fastest ones, whose best plan takes `step` seconds.
 fn leaner<'a>(
     found: &mut Vec<Candidate>,
     (solve, fastest, step): (&dyn Fn(Prices) -> Solved<'a>, &Solved<'_>, f64),
@@ -85,8 +85,8 @@ fn leaner<'a>(
     }
 }
 
-/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for some prices. Where
-/// something would have to be computed again, the head is cut into smaller chunks as well.
+/// Adds candidates of a placed mesh, whose layouts were found for some prices: every ZeRO stage and way to store parameters.
+/// Where something would have to be recomputed, the head is cut into smaller chunks as well.
 fn extend(
     candidates: &mut Vec<Candidate>,
     (solved, prices): (&Solved<'_>, Prices),
@@ -105,40 +105,10 @@ fn extend(
             };
             visited.may_fit |= !is_open;
             let room = if is_open { bound } else { Bytes(u64::MAX) };
-            let of = |solved: &Solved<'_>| {
-                let (Seen { placed, shape, .. }, mut found) = (&solved.own, Vec::new());
-                let at = |recompute| At { shape, storage, zero, recompute };
-                let total = |recompute| point.away.left(&at(recompute));
-                for recompute in recomputations(&|| shape.menu().steps(), &total, pins, (room, space.measure)) {
-                    let on_device = solved.predict(storage, zero, recompute, point.work);
-                    let on_device = Prediction { room: bound, ..on_device };
-                    let at = at(recompute);
-                    for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
-                        let of = |(overlap_chunks, uneven): (u64, f64)| Candidate {
-                            degrees: degrees.clone(),
-                            stages: None,
-                            zero,
-                            recompute,
-                            loss_chunks: shape.loss_chunks,
-                            overlap_chunks,
-                            within: shape.within(recompute),
-                            prices,
-                            offload: offload.clone(),
-                            relief: relief.clone(),
-                            prediction: longer(prediction, uneven),
-                        };
-                        found.extend(overlap_chunks(shape.uneven, pins).into_iter().map(of));
-                    }
-                }
-                found
-            };
+            let of = |solved: &Solved<'_>| at_zero(solved, prices, (space, point), (storage, zero), room);
             let is_short = |of: &Solved<'_>| {
                 let shape = &of.own.shape;
                 shape.memory(storage, zero, unforced(&|| shape.menu().steps(), pins)).total() > bound
-            };
-            let fastest = |of: &[Candidate]| {
-                let fit = of.iter().filter(|candidate| candidate.prediction.fits());
-                fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min)
             };
             let (mut found, mut leanest) = (of(solved), Vec::new());
             if is_open && is_short(solved) {
@@ -164,14 +134,56 @@ fn extend(
     }
 }
 
-/// What a plan takes whose products take so many seconds longer.
+/// The candidates of a placed mesh for one way to store parameters and one ZeRO stage: each recomputation that may be
+/// needed to fit in `room`, with each choice of what lies away from the device.
+fn at_zero(
+    solved: &Solved<'_>,
+    prices: Prices,
+    (space, point): (&Space<'_, '_>, &Point),
+    (storage, zero): (usize, u64),
+    room: Bytes,
+) -> Vec<Candidate> {
+    let Seen { placed, shape, .. } = &solved.own;
+    let at = |recompute| At { shape, storage, zero, recompute };
+    let total = |recompute| point.away.left(&at(recompute));
+    let mut found = Vec::new();
+    for recompute in recomputations(&|| shape.menu().steps(), &total, space.pins, (room, space.measure)) {
+        let on_device = solved.predict(storage, zero, recompute, point.work);
+        let on_device = Prediction { room: point.away.room.device, ..on_device };
+        for (offload, relief, prediction) in point.away.choices(&at(recompute), &on_device, placed.cluster) {
+            let of = |(overlap_chunks, uneven): (u64, f64)| Candidate {
+                degrees: point.degrees[storage].clone(),
+                stages: None,
+                zero,
+                recompute,
+                loss_chunks: shape.loss_chunks,
+                overlap_chunks,
+                within: shape.within(recompute),
+                prices,
+                offload: offload.clone(),
+                relief: relief.clone(),
+                prediction: longer(prediction, uneven),
+            };
+            found.extend(overlap_chunks(shape.uneven, space.pins).into_iter().map(of));
+        }
+    }
+    found
+}
+
+/// The seconds of the fastest candidate that fits.
+fn fastest(of: &[Candidate]) -> f64 {
+    let fit = of.iter().filter(|candidate| candidate.prediction.fits());
+    fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min)
+}
+
+/// A prediction with matrix products that take so many seconds longer.
 fn longer(of: Prediction, seconds: f64) -> Prediction {
     let step = Seconds(of.step.0 + seconds);
     Prediction { step, matmul: Seconds(of.matmul.0 + seconds), mfu: of.mfu * of.step.0 / step.0, ..of }
 }
 
-/// How much may be computed again, of a menu of so many steps, which leaves a `total` on the device: as pinned; else
-/// nothing, and where that does not fit what does.
+/// The recomputations to try, of a menu of `all` steps, where each leaves a `total` on the device: the pinned one; else none,
+/// and where that does not fit, the least that fits.
 pub(in crate::search) fn recomputations(
     all: &dyn Fn() -> u64,
     total: &dyn Fn(Recompute) -> Bytes,
@@ -191,7 +203,7 @@ pub(in crate::search) fn recomputations(
     choices
 }
 
-/// How much is computed again, of a menu of so many steps, where memory asks for nothing: as pinned, or nothing.
+/// The recomputation, of a menu of `all` steps, where memory is no limit: the pinned one, or none.
 pub(in crate::search) fn unforced(all: &dyn Fn() -> u64, pins: &Pins) -> Recompute {
     let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
     pinned.map_or(Recompute::None, |pin| pin.within(all()))
