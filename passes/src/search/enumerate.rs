@@ -1,12 +1,13 @@
 //! Every candidate that pins allow, by way to divide the ranks.
 //!
-//! What is known of the best plan tells which meshes need no solution, so ways are looked at in an order: the first
-//! alone, then some more at a time. The ways of such a lot run beside each other, as the schedules of one mesh do, on
-//! the threads of one pool ([`threads`](crate::threads)). Lots are alike on every machine, and a way learns only from
-//! the lots before its own, so threads change no candidate.
+//! The best plan so far tells which meshes need not be solved. So ways are visited in order, in lots of growing size: the
+//! first way alone, then two, four and so on. The ways of a lot run in parallel, as do the schedules of one mesh, on one
+//! thread pool ([`threads`](crate::threads)). Lots are the same on every machine, and a way learns only from the lots
+//! before its own, so the number of threads changes no candidate.
 
 use super::away::{Away, Room};
 use super::candidate::Candidate;
+use super::choice::degrees::Degrees;
 use super::choice::pins::{Pins, divides};
 use super::error::PlanError;
 use super::measure::is_near;
@@ -27,7 +28,7 @@ use std::time::Instant;
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
 const MOST_SEARCHED: u64 = 1 << 16;
 
-/// More memory than any host has.
+/// A room that everything fits in.
 const ROOMY: Bytes = Bytes(u64::MAX);
 
 /// The most ways of a lot.
@@ -37,7 +38,7 @@ const LOT: usize = 32;
 #[derive(Debug, Default)]
 struct Found {
     candidates: Vec<Candidate>,
-    /// What stands against dividing the batch, if anything does somewhere.
+    /// A node that does not let the batch be divided, if there was one.
     coupled: Option<NodeId>,
     /// Whether some were left out because their head is not cut as is pinned.
     drops_chunks: bool,
@@ -90,7 +91,7 @@ fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<
         let mut own = visited.fork();
         (of_way(space, way, &mut own), own)
     };
-    // Orders of passes take the longest of many stages and microbatches: where these begin first, the threads end together.
+    // Ways of many stages and microbatches take the longest: begun first, they let all threads end at about the same time.
     let mut first: Vec<(usize, &Way)> = lot.iter().enumerate().collect();
     first.sort_by_key(|(index, way)| Reverse((way.pp * (space.request.batch / way.data), *index)));
     let mut found: Vec<_> =
@@ -112,10 +113,12 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
     let least = if line.is_some() { 2 } else { 1 };
     let is_kept =
         |size: &u64| (least..=MOST_SEARCHED).contains(&(per_rank / size)) && !way.is_better_as_data(*size, pins);
-    let mut is_whole_open: Option<bool> = None;
+    let mut larger = Larger::Any;
     for microbatch in divisors(per_rank).into_iter().filter(is_pinned).filter(is_kept) {
-        if is_whole_open.is_some_and(|is_open| !is_open || microbatch < per_rank) {
-            continue;
+        match larger {
+            Larger::None => break,
+            Larger::Whole if microbatch < per_rank => continue,
+            _ => {}
         }
         let mut solved = Vec::new();
         visited.may_fit = false;
@@ -131,49 +134,70 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 continue;
             };
             let began = Instant::now();
-            if visited.opens(space, &placed, &degrees, &point) {
-                let mut of_mesh = match line {
-                    Some(line) => stages::solve(space, line, placed, &point, visited),
-                    None => whole::solve(space, placed, &point, visited),
-                };
-                found.drops_chunks |= placed::drop_unpinned_chunks(&mut of_mesh, pins);
-                visited.add(&of_mesh);
-                let least = |of: &dyn Fn(&Prediction) -> bool| {
-                    let of = of_mesh.iter().map(|candidate| candidate.prediction).filter(of);
-                    of.map(|of| of.step.0).fold(f64::INFINITY, f64::min)
-                };
-                tracing::debug!(
-                    degrees = degrees.text(),
-                    microbatch,
-                    bound = visited.least(),
-                    plans = of_mesh.len(),
-                    fastest = least(&|_| true),
-                    fits = least(&Prediction::fits),
-                    took = began.elapsed().as_secs_f64(),
-                    "solved"
-                );
-                solved.extend(of_mesh);
-            } else {
+            if !visited.opens(space, &placed, &degrees, &point) {
                 visited.may_fit = true;
+                continue;
             }
-        }
-        // A larger microbatch needs more memory: where none is near what fits by its estimate, none of the larger
-        // ones will fit, but that which is the whole batch of a rank, for which no gradients are added up. Where
-        // samples depend on each other (statistics of the batch), it is the only one.
-        if !solved.is_empty() && !visited.may_fit {
-            let predictions = || solved.iter().map(|candidate: &Candidate| &candidate.prediction);
-            // At least half of what lives in a microbatch grows with it.
-            let growth = (per_rank as f64 / microbatch as f64 / 2.0).max(1.0);
-            let fits_whole = |Prediction { memory, room, .. }: &Prediction| {
-                let rest = memory.total() - memory.gradients - memory.activations;
-                Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64) <= *room
+            let mut of_mesh = match line {
+                Some(line) => stages::solve(space, line, placed, &point, visited),
+                None => whole::solve(space, placed, &point, visited),
             };
-            let may_fit_whole = predictions().any(fits_whole);
-            is_whole_open = (!predictions().any(is_near)).then_some(may_fit_whole);
+            found.drops_chunks |= placed::drop_unpinned_chunks(&mut of_mesh, pins);
+            visited.add(&of_mesh);
+            log(&degrees, &of_mesh, visited.least(), began);
+            solved.extend(of_mesh);
+        }
+        if !solved.is_empty() && !visited.may_fit {
+            larger = Larger::than(&solved, per_rank / microbatch);
         }
         found.candidates.extend(solved);
     }
     Ok(found)
+}
+
+/// Logs a solved mesh, with the lower bound of its step in seconds.
+fn log(degrees: &Degrees, of_mesh: &[Candidate], bound: f64, began: Instant) {
+    let least = |of: &dyn Fn(&Prediction) -> bool| {
+        let of = of_mesh.iter().map(|candidate| candidate.prediction).filter(of);
+        of.map(|of| of.step.0).fold(f64::INFINITY, f64::min)
+    };
+    tracing::debug!(
+        degrees = degrees.text(),
+        microbatch = degrees.microbatch,
+        bound,
+        plans = of_mesh.len(),
+        fastest = least(&|_| true),
+        fits = least(&Prediction::fits),
+        took = began.elapsed().as_secs_f64(),
+        "solved"
+    );
+}
+
+/// Which microbatches may fit that are larger than some that were solved.
+enum Larger {
+    Any,
+    /// That alone which is the whole batch of a rank: no gradients are added up for it. Where samples depend on each
+    /// other (statistics of the batch), it is the only one there is.
+    Whole,
+    None,
+}
+
+impl Larger {
+    /// Larger ones need more memory: where no candidate is near what fits by its estimate, none of them will fit, but
+    /// maybe the whole batch of a rank, which is so many `times` as large.
+    fn than(solved: &[Candidate], times: u64) -> Self {
+        if solved.iter().any(|candidate| is_near(&candidate.prediction)) {
+            return Self::Any;
+        }
+        // At least half of what lives in a microbatch grows with it.
+        let growth = (times as f64 / 2.0).max(1.0);
+        let fits_whole = |candidate: &Candidate| {
+            let Prediction { memory, room, .. } = &candidate.prediction;
+            let rest = memory.total() - memory.gradients - memory.activations;
+            Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64) <= *room
+        };
+        if solved.iter().any(fits_whole) { Self::Whole } else { Self::None }
+    }
 }
 
 /// Why there is no candidate at all; or those of pipelines that do not fit, to say what they lack.
