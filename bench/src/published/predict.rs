@@ -263,63 +263,87 @@ fn powers(most: u64) -> Vec<u64> {
     std::iter::successors(Some(1), |power| Some(power * 2)).take_while(|power| *power <= most).collect()
 }
 
+/// What a run may have been: of each choice, the value that its source says, or all that are plausible.
+struct Options {
+    tensors: Vec<u64>,
+    stages: Vec<u64>,
+    contexts: Vec<u64>,
+    microbatches: Vec<u64>,
+    /// Chunks of a stage.
+    chunks: Vec<u64>,
+    /// The schedule of the stages, where the source names one.
+    named: Option<Schedule>,
+    zero: u64,
+    agains: Vec<Again>,
+    /// The choices that the source leaves open.
+    chosen: Vec<Choice>,
+}
+
+impl Options {
+    fn new(row: &Row, decoder: &Decoder, system: &System) -> Result<Self, String> {
+        let parallel = &row.parallel;
+        let mut chosen = Vec::new();
+        let mut options = |value: Option<u64>, otherwise: Vec<u64>, choice: Choice| {
+            let known = value.filter(|value| *value > 0).map(|value| vec![value]);
+            known.unwrap_or_else(|| {
+                chosen.push(choice);
+                otherwise
+            })
+        };
+        // Where the data ranks are known, so is the product of the others. Tensor ranks stay in a node (Narayanan et al.,
+        // 2021, section 3.2), each with a key head, and so do the ranks of a sequence.
+        let node = row.hardware.gpus_per_node.unwrap_or(8).min(row.hardware.count.unwrap_or(1));
+        let tensors = options(parallel.tp, powers(decoder.kv_heads.min(node)), Choice::Tensor);
+        let stages = options(parallel.pp, powers(decoder.layers.min(64)), Choice::Stages);
+        let contexts = options(parallel.cp, powers(node), Choice::Context);
+        let microbatches = options(parallel.microbatch, powers(64), Choice::Microbatch);
+        if parallel.global_batch.is_none() {
+            options(None, Vec::new(), Choice::Batch);
+        }
+        let mut chunks = vec![1];
+        let named = words::schedule(&row.notes);
+        if named.is_none() && stages.iter().any(|stages| *stages > 1) {
+            let most = if system.interleaves { 32 } else { 1 };
+            chunks = options(parallel.virtual_stages, (1..=most).collect(), Choice::Chunks);
+        }
+        let zero = parallel.zero.as_ref().map(words::zero_stage).transpose()?;
+        let zero = options(zero.map(|zero| zero + 1), vec![system.zero + 1], Choice::Zero)[0] - 1;
+        let recompute = parallel.recompute.as_ref().map(|text| text.to_lowercase());
+        let agains = match recompute.as_deref() {
+            Some(text) => vec![words::recomputation(text)?],
+            None => {
+                chosen.push(Choice::Again);
+                match system.habit {
+                    Habit::Full => vec![Again::Everything],
+                    Habit::Least if !system.recomputes_operations => vec![Again::Nothing, Again::Everything],
+                    Habit::Least => vec![Again::Nothing, Again::Operations, Again::Everything],
+                }
+            }
+        };
+        if decoder.routed > 0 && tensors.iter().any(|tensor| *tensor > 1) && !system.divides_experts {
+            chosen.push(Choice::ExpertTensor);
+        }
+        Ok(Self { tensors, stages, contexts, microbatches, chunks, named, zero, agains, chosen })
+    }
+}
+
 /// Every plan that a run may have been, and which of its choices are ours.
 fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degrees>, Vec<Choice>), String> {
     let parallel = &row.parallel;
     let count = row.hardware.count.unwrap_or(1);
-    let mut chosen = Vec::new();
-    let mut options = |value: Option<u64>, otherwise: Vec<u64>, choice: Choice| {
-        let known = value.filter(|value| *value > 0).map(|value| vec![value]);
-        known.unwrap_or_else(|| {
-            chosen.push(choice);
-            otherwise
-        })
-    };
-    // Where the data ranks are known, so is the product of the others. Tensor ranks stay in a node (Narayanan et al.,
-    // 2021, section 3.2), each with a key head, and so do the ranks of a sequence.
-    let node = row.hardware.gpus_per_node.unwrap_or(8).min(count);
-    let tensors = options(parallel.tp, powers(decoder.kv_heads.min(node)), Choice::Tensor);
-    let stages = options(parallel.pp, powers(decoder.layers.min(64)), Choice::Stages);
-    let contexts = options(parallel.cp, powers(node), Choice::Context);
-    let microbatches = options(parallel.microbatch, powers(64), Choice::Microbatch);
-    if parallel.global_batch.is_none() {
-        options(None, Vec::new(), Choice::Batch);
-    }
-    let mut chunks = vec![1];
-    let named = words::schedule(&row.notes);
-    if named.is_none() && stages.iter().any(|stages| *stages > 1) {
-        let most = if system.interleaves { 32 } else { 1 };
-        chunks = options(parallel.virtual_stages, (1..=most).collect(), Choice::Chunks);
-    }
-    let zero = parallel.zero.as_ref().map(words::zero_stage).transpose()?;
-    let zero = options(zero.map(|zero| zero + 1), vec![system.zero + 1], Choice::Zero)[0] - 1;
-    let recompute = parallel.recompute.as_ref().map(|text| text.to_lowercase());
-    let agains = match recompute.as_deref() {
-        Some(text) => vec![words::recomputation(text)?],
-        None => {
-            chosen.push(Choice::Again);
-            match system.habit {
-                Habit::Full => vec![Again::Everything],
-                Habit::Least if !system.recomputes_operations => vec![Again::Nothing, Again::Everything],
-                Habit::Least => vec![Again::Nothing, Again::Operations, Again::Everything],
-            }
-        }
-    };
     let expert = parallel.ep.filter(|expert| *expert > 0).unwrap_or(1);
-    if decoder.routed > 0 && tensors.iter().any(|tensor| *tensor > 1) && !system.divides_experts {
-        chosen.push(Choice::ExpertTensor);
-    }
+    let options = Options::new(row, decoder, system)?;
     // A step of a printed length is not of any batch.
     let usual = if row.measured.step_s.is_none() { system.batch_tokens } else { 0 };
     let mut plans = Vec::new();
-    for (tensor, stages, context) in product(&tensors, &stages, &contexts) {
+    for (tensor, stages, context) in product(&options.tensors, &options.stages, &options.contexts) {
         let others = tensor * stages * context;
         let data = parallel.dp.unwrap_or(count / others);
         if data * others != count || !decoder.heads.is_multiple_of(tensor) || stages > decoder.layers {
             continue;
         }
         let expert_tensors = expert_tensors(decoder, system, tensor, (data * context * tensor / expert).max(1));
-        let parts = product(&microbatches, &agains, &chunks);
+        let parts = product(&options.microbatches, &options.agains, &options.chunks);
         for (expert_tensor, (microbatch, again, chunks)) in
             expert_tensors.iter().flat_map(|ranks| parts.iter().map(|parts| (*ranks, *parts)))
         {
@@ -342,11 +366,11 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
                 context,
                 expert,
                 expert_tensor,
-                zero,
+                zero: options.zero,
                 again,
                 microbatch,
                 chunks: if stages > 1 { chunks } else { 1 },
-                named,
+                named: options.named,
                 global_batch,
             });
         }
@@ -361,7 +385,7 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
     if plans.is_empty() {
         return Err(format!("no degrees divide its {count} devices, its batch and its {} heads", decoder.heads));
     }
-    Ok((plans, chosen))
+    Ok((plans, options.chosen))
 }
 
 /// Into how many parts an expert may be cut: into as many as everything else or, where the software can,
