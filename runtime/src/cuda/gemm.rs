@@ -79,6 +79,7 @@ fn data_type(dtype: DType) -> Result<sys::cudaDataType, Failure> {
 
 /// A row-major `[rows, columns]` matrix as cuBLASLt's column-major one: its transpose.
 struct Seen {
+    matrix: Matrix,
     rows: u64,
     columns: u64,
     leading: u64,
@@ -86,18 +87,39 @@ struct Seen {
 }
 
 impl Seen {
-    /// The first byte of one matrix of a batch and the bytes of all.
-    fn extent(&self, at: u64, matrix: &Matrix, batch: u64) -> (u64, u64) {
-        let elements = (batch - 1) * matrix.batch + self.columns.saturating_sub(1) * self.leading + self.rows;
-        (at, elements * matrix.dtype.size())
+    /// How `matrix`, `[rows, columns]`, looks where its transpose is wanted.
+    fn new(matrix: Matrix, rows: u64, columns: u64) -> Self {
+        if matrix.column == 1 {
+            Self { matrix, rows: columns, columns: rows, leading: matrix.row.max(columns), transposed: false }
+        } else {
+            Self { matrix, rows, columns, leading: matrix.column.max(rows), transposed: true }
+        }
+    }
+
+    /// The bytes from the first of a batch of matrices to the end of the last one.
+    fn bytes(&self, batch: u64) -> u64 {
+        let elements = (batch - 1) * self.matrix.batch + self.columns.saturating_sub(1) * self.leading + self.rows;
+        elements * self.matrix.dtype.size()
     }
 
     /// `bf16[4096,2048]/2048+0@256`, with a `t` where it is transposed: type, size, distance of columns and of
     /// matrices, and the alignment of the first byte.
-    fn text(&self, at: u64, matrix: &Matrix) -> String {
+    fn text(&self, at: u64) -> String {
         let transposed = if self.transposed { "t" } else { "" };
-        let (dtype, Seen { rows, columns, leading, .. }) = (matrix.dtype, self);
-        format!("{dtype}[{rows},{columns}]{transposed}/{leading}+{}@{}", matrix.batch, alignment(at))
+        let Self { matrix: Matrix { dtype, batch, .. }, rows, columns, leading, .. } = self;
+        format!("{dtype}[{rows},{columns}]{transposed}/{leading}+{batch}@{}", alignment(at))
+    }
+
+    /// The library's description of a batch of them.
+    fn layout(&self, batch: u64) -> Result<sys::cublasLtMatrixLayout_t, Failure> {
+        let Self { matrix, rows, columns, leading, .. } = *self;
+        let layout = result::create_matrix_layout(data_type(matrix.dtype)?, rows, columns, leading as i64)
+            .map_err(says("layout"))?;
+        use sys::cublasLtMatrixLayoutAttribute_t as L;
+        let (count, stride) = (batch as i32, matrix.batch as i64);
+        set_layout(layout, L::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count)?;
+        set_layout(layout, L::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride)?;
+        Ok(layout)
     }
 }
 
@@ -106,12 +128,110 @@ fn alignment(address: u64) -> u32 {
     1 << address.trailing_zeros().min(8)
 }
 
-/// How `matrix`, `[rows, columns]`, looks where its transpose is wanted.
-fn seen(matrix: &Matrix, rows: u64, columns: u64) -> Seen {
-    if matrix.column == 1 {
-        Seen { rows: columns, columns: rows, leading: matrix.row.max(columns), transposed: false }
-    } else {
-        Seen { rows, columns, leading: matrix.column.max(rows), transposed: true }
+/// A product as the library is asked for it. It writes column-major: asked for is the transposed product, with the operands
+/// swapped; where the result is column-major already, the plain one.
+struct Asked<'a> {
+    gemm: &'a Gemm,
+    /// The operands.
+    first: Seen,
+    second: Seen,
+    /// The result.
+    target: Seen,
+    /// The scales of the operands, of 8-bit floats.
+    scales: Option<[Arg; 2]>,
+}
+
+impl<'a> Asked<'a> {
+    fn of(gemm: &'a Gemm) -> Self {
+        let flip = |matrix: Matrix| Matrix { row: matrix.column, column: matrix.row, ..matrix };
+        let swap = gemm.c.column != 1;
+        let (first, second, target, rows, columns) = match swap {
+            false => (gemm.b, gemm.a, gemm.c, gemm.n, gemm.m),
+            true => (flip(gemm.a), flip(gemm.b), flip(gemm.c), gemm.m, gemm.n),
+        };
+        Self {
+            gemm,
+            first: Seen::new(first, gemm.k, rows),
+            second: Seen::new(second, columns, gemm.k),
+            target: Seen { matrix: target, rows, columns, leading: target.row.max(rows), transposed: false },
+            scales: gemm.scales.map(|[of_a, of_b]| if swap { [of_a, of_b] } else { [of_b, of_a] }),
+        }
+    }
+
+    /// What the epilogue writes or reads beside the result.
+    fn beside(&self) -> Option<Arg> {
+        self.gemm.epilogue.and_then(|(_, beside)| beside)
+    }
+
+    /// What the library is to compute, but for where the matrices are.
+    fn description(&self, resolve: &dyn Fn(Arg) -> u64) -> Result<sys::cublasLtMatmulDesc_t, Failure> {
+        use sys::cublasLtMatmulDescAttributes_t as D;
+        let Self { gemm, first, second, .. } = self;
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let description =
+            result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(says("description"))?;
+        for (attribute, seen) in [(D::CUBLASLT_MATMUL_DESC_TRANSA, first), (D::CUBLASLT_MATMUL_DESC_TRANSB, second)] {
+            // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
+            set_description(description, attribute, &i32::from(seen.transposed))?;
+        }
+        if let Some([of_first, of_second]) = self.scales {
+            set_description(description, D::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &resolve(of_first))?;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &resolve(of_second))?;
+            let is_fast = [first, second].iter().all(|seen| seen.matrix.dtype == DType::F8e4m3);
+            set_description(description, D::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(is_fast))?;
+        }
+        if let Some(bias) = gemm.bias {
+            // One element per row of the library's result, which is a column of ours; of its type.
+            set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
+        }
+        use D::{
+            CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX,
+        };
+        for (attribute, distance) in [BIAS, AUX].into_iter().zip(gemm.beside) {
+            if gemm.batch > 1 && distance > 0 {
+                set_description(description, attribute, &(distance as i64))?;
+            }
+        }
+        if let Some(beside) = self.beside() {
+            let leading = self.target.leading as i64;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &resolve(beside))?;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &leading)?;
+        }
+        if let Some(epilogue) = epilogue(gemm)? {
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as i32))?;
+        }
+        Ok(description)
+    }
+
+    /// All on which the speed of an algorithm depends ([`Problem::key`]).
+    fn key(&self, addresses: [u64; 4], workspace: u64, resolve: &dyn Fn(Arg) -> u64) -> String {
+        let gemm = self.gemm;
+        let operands = [&self.first, &self.second, &self.target];
+        let mut words: Vec<String> = operands.iter().zip(addresses).map(|(seen, at)| seen.text(at)).collect();
+        words.push(format!("x{} workspace {workspace}", gemm.batch));
+        words.extend(gemm.addend.map(|_| format!("added to @{}", alignment(addresses[3]))));
+        words.extend(gemm.epilogue.map(|(epilogue, _)| format!("{epilogue:?}")));
+        words.extend(self.beside().map(|beside| format!("beside @{}", alignment(resolve(beside)))));
+        words.extend(gemm.bias.map(|bias| format!("bias @{}", alignment(resolve(bias)))));
+        words.join(" ")
+    }
+
+    /// The first byte and the bytes of all that is read, and of all that is written or lies beside it.
+    fn extents(&self, addresses: [u64; 4], resolve: &dyn Fn(Arg) -> u64) -> [Vec<(u64, u64)>; 2] {
+        let Self { gemm, first, second, target, .. } = self;
+        let [at_first, at_second, at_target, at_addend] = addresses;
+        let element = target.matrix.dtype.size();
+        // Of a batch, from the first of its vectors or matrices to the end of the last one.
+        let to_last = |distance: u64| (gemm.batch - 1) * distance * element;
+        let bias_bytes = to_last(gemm.beside[0]) + target.rows * element;
+        let beside_bytes = to_last(gemm.beside[1]) + target.bytes(1);
+        let written = target.bytes(gemm.batch);
+        let mut read = vec![(at_first, first.bytes(gemm.batch)), (at_second, second.bytes(gemm.batch))];
+        read.extend(gemm.scales.into_iter().flatten().map(|scale| (resolve(scale), DType::F32.size())));
+        read.extend(gemm.bias.map(|bias| (resolve(bias), bias_bytes)));
+        read.extend(gemm.addend.map(|_| (at_addend, written)));
+        let beside = self.beside().map(|beside| (resolve(beside), beside_bytes));
+        [read, [(at_target, written)].into_iter().chain(beside).collect()]
     }
 }
 
@@ -129,96 +249,23 @@ impl Blas {
         workspace: (u64, u64),
         resolve: impl Fn(Arg) -> u64,
     ) -> Result<Problem, Failure> {
-        // The library writes column-major: the transposed product is asked for, with the operands
-        // swapped. Where the result is column-major already, it is the plain one.
-        let flip = |matrix: Matrix| Matrix { row: matrix.column, column: matrix.row, ..matrix };
-        let swap = gemm.c.column != 1;
-        let (first, second, target, rows, columns) = match swap {
-            false => (gemm.b, gemm.a, gemm.c, gemm.n, gemm.m),
-            true => (flip(gemm.a), flip(gemm.b), flip(gemm.c), gemm.m, gemm.n),
-        };
-        let a = seen(&first, gemm.k, rows);
-        let b = seen(&second, columns, gemm.k);
-        let c = Seen { rows, columns, leading: target.row.max(rows), transposed: false };
-        let layout = |seen: &Seen, matrix: &Matrix| {
-            let leading = seen.leading as i64;
-            let layout = result::create_matrix_layout(data_type(matrix.dtype)?, seen.rows, seen.columns, leading)
-                .map_err(says("layout"))?;
-            use sys::cublasLtMatrixLayoutAttribute_t as L;
-            let (count, stride) = (gemm.batch as i32, matrix.batch as i64);
-            set_layout(layout, L::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count)?;
-            set_layout(layout, L::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride)?;
-            Ok::<_, Failure>(layout)
-        };
-        let layouts = [layout(&a, &first)?, layout(&b, &second)?, layout(&c, &target)?];
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let description =
-            result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(says("description"))?;
-        use sys::cublasLtMatmulDescAttributes_t as D;
-        for (attribute, seen) in [(D::CUBLASLT_MATMUL_DESC_TRANSA, &a), (D::CUBLASLT_MATMUL_DESC_TRANSB, &b)] {
-            // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
-            set_description(description, attribute, &i32::from(seen.transposed))?;
-        }
-        if let Some([of_a, of_b]) = gemm.scales {
-            let [of_first, of_second] = if swap { [of_a, of_b] } else { [of_b, of_a] };
-            set_description(description, D::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &resolve(of_first))?;
-            set_description(description, D::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &resolve(of_second))?;
-            let is_fast = [&first, &second].iter().all(|matrix| matrix.dtype == DType::F8e4m3);
-            set_description(description, D::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(is_fast))?;
-        }
-        if let Some(bias) = gemm.bias {
-            // One element per row of the library's result, which is a column of ours; of its type.
-            set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
-        }
-        let beside = gemm.epilogue.and_then(|(_, beside)| beside);
-        use D::{
-            CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX,
-        };
-        for (attribute, distance) in [BIAS, AUX].into_iter().zip(gemm.beside) {
-            if gemm.batch > 1 && distance > 0 {
-                set_description(description, attribute, &(distance as i64))?;
-            }
-        }
-        if let Some(beside) = beside {
-            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &resolve(beside))?;
-            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(c.leading as i64))?;
-        }
-        if let Some(epilogue) = epilogue(gemm)? {
-            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as i32))?;
-        }
-        let addend = gemm.addend.map_or(resolve(target.at), &resolve);
-        let addresses = [resolve(first.at), resolve(second.at), resolve(target.at), addend];
-        let operands = [(&a, &first), (&b, &second), (&c, &target)];
-        let mut words: Vec<String> =
-            operands.iter().zip(addresses).map(|((seen, matrix), at)| seen.text(at, matrix)).collect();
-        words.push(format!("x{} workspace {}", gemm.batch, workspace.1));
-        words.extend(gemm.addend.map(|_| format!("added to @{}", alignment(addend))));
-        words.extend(gemm.epilogue.map(|(epilogue, _)| format!("{epilogue:?}")));
-        words.extend(beside.map(|beside| format!("beside @{}", alignment(resolve(beside)))));
-        words.extend(gemm.bias.map(|bias| format!("bias @{}", alignment(resolve(bias)))));
-        let extent = |index: usize| operands[index].0.extent(addresses[index], operands[index].1, gemm.batch);
-        let result = extent(2);
-        // Of a batch, from the first of its vectors or matrices to the end of the last one.
-        let to_last = |distance: u64| (gemm.batch - 1) * distance * target.dtype.size();
-        let of_one = c.extent(0, &Matrix { batch: 0, ..target }, 1).1;
-        let mut read = vec![extent(0), extent(1)];
-        read.extend(gemm.scales.into_iter().flatten().map(|scale| (resolve(scale), DType::F32.size())));
-        let bias_bytes = to_last(gemm.beside[0]) + rows * target.dtype.size();
-        read.extend(gemm.bias.map(|bias| (resolve(bias), bias_bytes)));
-        read.extend(gemm.addend.map(|_| (addend, result.1)));
-        let beside_bytes = to_last(gemm.beside[1]) + of_one;
-        let results = [result].into_iter().chain(beside.map(|beside| (resolve(beside), beside_bytes))).collect();
+        let asked = Asked::of(gemm);
+        let Asked { first, second, target, .. } = &asked;
+        let layouts = [first.layout(gemm.batch)?, second.layout(gemm.batch)?, target.layout(gemm.batch)?];
+        let [at_first, at_second, at_target] = [first, second, target].map(|seen| resolve(seen.matrix.at));
+        let addresses = [at_first, at_second, at_target, gemm.addend.map_or(at_target, &resolve)];
+        let [operands, results] = asked.extents(addresses, &resolve);
         Ok(Problem {
-            description,
+            description: asked.description(&resolve)?,
             layouts,
             addresses,
             workspace,
             beta: if gemm.addend.is_some() { 1.0 } else { 0.0 },
-            operands: read,
+            operands,
             results,
-            dtype: target.dtype,
+            dtype: target.matrix.dtype,
             is_f8: gemm.scales.is_some(),
-            key: words.join(" "),
+            key: asked.key(addresses, workspace.1, &resolve),
             flops: gemm.flops(),
         })
     }
