@@ -36,7 +36,7 @@ use cudarc::driver::sys::CUevent;
 pub use initial::Making;
 use inputs::Inputs;
 use shardc_ir::plan::Space;
-use shardc_ir::program::{Instruction, Run, Stream};
+use shardc_ir::program::{Instruction, Run, Section, Stream};
 use shardc_ir::{BufferId, Bytes, DType, EntityRef, Program, SectionId};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -126,6 +126,47 @@ pub struct Rank {
     pub trail: Arc<Trail>,
 }
 
+/// Takes the memory of each space: its address.
+fn arenas(program: &Program, device: &mut Device) -> Result<HashMap<Space, u64>, Failure> {
+    let mut arenas = HashMap::new();
+    for (space, bytes) in &program.arenas {
+        let at = match space {
+            Space::Device => device.allocate(bytes.0)?,
+            Space::Host => device.allocate_pinned(bytes.0)?,
+            Space::Disk if bytes.0 == 0 => continue,
+            Space::Disk => return Err("programs that use the disk do not run on CUDA yet".to_string()),
+        };
+        arenas.insert(*space, at);
+    }
+    Ok(arenas)
+}
+
+/// Prepares the instructions of a section, with an event for each that others wait for.
+fn ready(
+    device: &mut Device,
+    libraries: &mut Libraries,
+    layout: &Layout<'_>,
+    section: &Section,
+    choices: &[Option<Selection>],
+) -> Result<Vec<Ready>, Failure> {
+    let mut events = HashMap::new();
+    for index in section.instructions.iter().flat_map(|instruction| &instruction.after) {
+        if let Entry::Vacant(event) = events.entry(*index) {
+            event.insert(device.event()?);
+        }
+    }
+    let mut ready = Vec::new();
+    for (index, (instruction, selection)) in section.instructions.iter().zip(choices).enumerate() {
+        let text = describe(layout.program, &section.name, index, instruction);
+        let commands = commands(device, libraries, layout, instruction, selection.as_ref())
+            .map_err(|error| format!("{text}: {error}"))?;
+        let waits = instruction.after.iter().map(|before| events[before]).collect();
+        let mark = events.get(&index).copied();
+        ready.push(Ready { commands, stream: instruction.stream, waits, mark, text: text.into() });
+    }
+    Ok(ready)
+}
+
 /// Whether steps are launched as a graph.
 enum Recording {
     /// Not yet: so many steps have been run.
@@ -153,36 +194,12 @@ impl Rank {
         communicators: HashMap<usize, Arc<Communicator>>,
         (tuning, world, agreement): (&Tunings, &World, &Arc<Agreement>),
     ) -> Result<Self, Failure> {
-        let mut arenas = HashMap::new();
-        for (space, bytes) in &program.arenas {
-            let at = match space {
-                Space::Device => device.allocate(bytes.0)?,
-                Space::Host => device.allocate_pinned(bytes.0)?,
-                Space::Disk if bytes.0 == 0 => continue,
-                Space::Disk => return Err("programs that use the disk do not run on CUDA yet".to_string()),
-            };
-            arenas.insert(*space, at);
-        }
-        let mut libraries = libraries(&Layout { program: &program, arenas: &arenas }, chosen, &device, tuning)?;
+        let arenas = arenas(&program, &mut device)?;
+        let layout = Layout { program: &program, arenas: &arenas };
+        let mut libraries = libraries(&layout, chosen, &device, tuning)?;
         let mut sections = Vec::new();
-        for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {
-            let mut events = HashMap::new();
-            for index in section.instructions.iter().flat_map(|instruction| &instruction.after) {
-                if let Entry::Vacant(event) = events.entry(*index) {
-                    event.insert(device.event()?);
-                }
-            }
-            let mut ready = Vec::new();
-            for (index, (instruction, selection)) in section.instructions.iter().zip(choices).enumerate() {
-                let layout = Layout { program: &program, arenas: &arenas };
-                let text = describe(&program, &section.name, index, instruction);
-                let commands = commands(&mut device, &mut libraries, &layout, instruction, selection.as_ref())
-                    .map_err(|error| format!("{text}: {error}"))?;
-                let waits = instruction.after.iter().map(|before| events[before]).collect();
-                let mark = events.get(&index).copied();
-                ready.push(Ready { commands, stream: instruction.stream, waits, mark, text: text.into() });
-            }
-            sections.push(ready);
+        for (section, choices) in program.sections.values().zip(&chosen.sections) {
+            sections.push(ready(&mut device, &mut libraries, &layout, section, choices)?);
         }
         let met = copies::meet(&mut device, world, &program, arenas.get(&Space::Device).copied())?;
         let (mut peers, mut mail) = (None, Mail::default());
@@ -192,7 +209,7 @@ impl Rank {
                 sections[section][index].commands = vec![Command::Exchange(exchange)];
             }
         }
-        let inputs = Inputs::new(&Layout { program: &program, arenas: &arenas }, &mut device)?;
+        let inputs = Inputs::new(&layout, &mut device)?;
         let readings =
             program.readings.iter().map(|reading| device.allocate_pinned(program.buffers[reading.buffer].ty.bytes().0));
         let readings = readings.collect::<Result<Vec<_>, _>>()?;
@@ -203,12 +220,10 @@ impl Rank {
         }
         let ends = streams.into_iter().map(|stream| Ok((stream, device.event()?)));
         let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
-        let clock = Clock::default();
         let trail = Arc::new(Trail::new(&device, collectives(&program, &sections, &communicators))?);
-        let recording = Recording::After(0);
         let rank = Self {
             program,
-            recording,
+            recording: Recording::After(0),
             agreement: agreement.clone(),
             peers,
             mail,
@@ -221,7 +236,7 @@ impl Rank {
             given: Feeds::default(),
             readings,
             ends,
-            clock,
+            clock: Clock::default(),
             trail,
         };
         rank.initialise()?;
