@@ -24,26 +24,32 @@ pub(crate) fn unit(request: &Request) -> &'static str {
 
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
 pub fn plan_text(plan: &Plan) -> String {
-    let (request, prediction) = (&plan.request, &plan.prediction);
-    let mut text = String::new();
-    let tokens = request.batch * request.seq.max(1);
-    let unit = unit(request);
+    let search = if plan.search.meshes > 0 { search_text(&plan.search, plan.stages() > 1) } else { String::new() };
+    [choice_text(plan), step_text(plan), memory_text(plan), remarks(plan), search, runners_up(plan)].concat()
+}
+
+/// What was asked for, and what was chosen.
+fn choice_text(plan: &Plan) -> String {
+    let request = &plan.request;
     let batch = match request.seq {
         0 => counted(request.batch, "sample"),
         seq => format!("{} of {}", counted(request.batch, "sequence"), counted(seq, "token")),
     };
-    let _ = writeln!(text, "{} on {}: {batch} per step, {}", request.model, request.cluster, request.precision);
-    let _ = writeln!(text, "\nplan     {}", plan.choice);
-    let _ = writeln!(
-        text,
-        "mesh     {}",
-        if plan.mesh.axes.is_empty() { "one rank".to_string() } else { plan.mesh.to_string() }
-    );
-    let rate = tokens as f64 / prediction.step.0;
-    let _ = writeln!(
-        text,
-        "step     {}, {rate:.0} {unit}/s, {:.1}% of the devices' peak (predicted)",
+    let mesh = if plan.mesh.axes.is_empty() { "one rank".to_string() } else { plan.mesh.to_string() };
+    format!(
+        "{} on {}: {batch} per step, {}\n\nplan     {}\nmesh     {mesh}\n",
+        request.model, request.cluster, request.precision, plan.choice
+    )
+}
+
+/// The predicted step, and what its time goes to.
+fn step_text(plan: &Plan) -> String {
+    let (request, prediction) = (&plan.request, &plan.prediction);
+    let rate = (request.batch * request.seq.max(1)) as f64 / prediction.step.0;
+    let mut text = format!(
+        "step     {}, {rate:.0} {}/s, {:.1}% of the devices' peak (predicted)\n",
         prediction.step,
+        unit(request),
         prediction.mfu * 100.0
     );
     let (rest, is_staged) = (prediction.rest(), plan.stages() > 1);
@@ -59,14 +65,27 @@ pub fn plan_text(plan: &Plan) -> String {
             let _ = writeln!(text, "         {seconds:>10}  {name}");
         }
     }
+    text
+}
+
+/// The predicted memory, of a rank and of its host.
+fn memory_text(plan: &Plan) -> String {
+    let (request, prediction) = (&plan.request, &plan.prediction);
     let (total, live) = (prediction.memory.total(), prediction.memory.live());
-    let _ = writeln!(text, "memory   {total} per rank, {live} live at its peak, of {}; at the peak:", prediction.room);
+    let mut text =
+        format!("memory   {total} per rank, {live} live at its peak, of {}; at the peak:\n", prediction.room);
     for (name, bytes) in memory_rows(&prediction.memory) {
         let _ = writeln!(text, "         {bytes:>10}  {name}");
     }
     if request.host_memory.0 > 0 {
         let _ = writeln!(text, "host     {} per host, of {}", prediction.host, request.host_memory);
     }
+    text
+}
+
+/// What of a plan may be worse than was expected, and whether it trains.
+fn remarks(plan: &Plan) -> String {
+    let mut text = String::new();
     if let Some(idle) = idle(plan) {
         let _ = writeln!(text, "idle     {idle}");
     } else if let Some(repeated) = repeated(plan) {
@@ -78,9 +97,12 @@ pub fn plan_text(plan: &Plan) -> String {
     if let Some((message, fix)) = refused(plan) {
         let _ = writeln!(text, "train    refused: {message}; {fix}");
     }
-    if plan.search.meshes > 0 {
-        text.push_str(&search_text(&plan.search, plan.stages() > 1));
-    }
+    text
+}
+
+/// The runners-up, as a table.
+fn runners_up(plan: &Plan) -> String {
+    let mut text = String::new();
     if !plan.alternatives.is_empty() {
         let _ = writeln!(text, "\nrunners-up");
     }
