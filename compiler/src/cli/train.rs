@@ -53,23 +53,34 @@ fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
     written().try_for_each(|(_, path)| check_writable(path))
 }
 
+/// Whether the data suits the model, and lasts for all steps.
+fn check_data(args: &TrainArgs, model: &NamedModel, compiled: &Compiled, data: &Data) -> Result<(), Error> {
+    data.check(&compiled.model.inputs, &|input| model.config.range(input))?;
+    if let Some(steps) = data.steps().filter(|steps| *steps < args.steps) {
+        let message = format!("--steps {}: {} holds {steps} steps", args.steps, args.data.display());
+        return Err(Error::request(message, format!("ask for --steps {steps} or less")));
+    }
+    Ok(())
+}
+
+/// Says by what plan is trained.
+fn announce(compiled: &Compiled) -> Result<(), Error> {
+    say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
+    if let Some((note, fix)) = crowded(&Cluster::of(compiled.plan())?) {
+        say(&format!("{note}; {fix}\n\n"));
+    }
+    Ok(())
+}
+
 /// Trains, and prints a summary.
 pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let learning_rate = request::learning_rate(&args.optimizer, args.steps)?;
     let (model, compiled, data) = prepare(args)?;
     compiled.check_runs()?;
-    let inputs = &compiled.model.inputs;
-    data.check(inputs, &|input| model.config.range(input))?;
-    if let Some(steps) = data.steps().filter(|steps| *steps < args.steps) {
-        let message = format!("--steps {}: {} holds {steps} steps", args.steps, args.data.display());
-        return Err(Error::request(message, format!("ask for --steps {steps} or less")));
-    }
+    check_data(args, &model, &compiled, &data)?;
     check_outputs(args)?;
     if !json && launch::is_lead() {
-        say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
-        if let Some((note, fix)) = crowded(&Cluster::of(compiled.plan())?) {
-            say(&format!("{note}; {fix}\n\n"));
-        }
+        announce(&compiled)?;
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
