@@ -4,7 +4,7 @@
 use super::args::{CheckArgs, EstimateArgs, VerifyArgs};
 use super::{print, print_json, request};
 use serde_json::{Value, json};
-use shardc::estimate::{Room, estimate, hosted, verdict};
+use shardc::estimate::{Room, Row, Sizes, estimate, hosted, verdict};
 use shardc::{Cluster, Error, NamedModel};
 use shardc_ir::Bytes;
 use shardc_ir::units::counted;
@@ -35,7 +35,6 @@ pub fn verify(args: &VerifyArgs, json: bool) -> Result<(), Error> {
 pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
     let model = NamedModel::find(&args.model)?;
     let (sizes, ranks) = (model.sizes()?, args.ranks);
-    let parameters = sizes.parameters;
     let given = |flag, text: &Option<String>| text.as_deref().map(|text| request::size(flag, text)).transpose();
     let device = given("--device-memory", &args.device_memory)?;
     let host = given("--host-memory", &args.host_memory)?;
@@ -43,61 +42,86 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
         device.map(|bytes| ("device_memory", format!("in {bytes} of each device"), Room::Devices(bytes))),
         host.map(|bytes| ("host_memory", format!("as cpu:{ranks} in {bytes} of one host"), Room::Host(bytes))),
     ];
+    let beside = device.zip(host).map(|(device, host)| {
+        let place = format!("in {device} of each device, with {host} of their host (planned, not trained yet)");
+        (place, hosted(sizes, ranks, device, host))
+    });
     let rows = estimate(sizes, ranks);
-    let beside = device.zip(host).map(|(device, host)| hosted(sizes, ranks, device, host));
-    if json {
-        let mut text = json!({"model": args.model, "parameters": parameters, "ranks": ranks, "rows": rows});
-        for (name, _, room) in rooms.iter().flatten() {
-            let memory = room.per_rank(ranks);
-            let fits: Vec<bool> = rows.iter().map(|row| row.total() <= memory).collect();
-            let in_one: Vec<bool> = rows.iter().map(|row| row.in_one <= memory).collect();
-            let verdict = verdict(sizes, ranks, *room);
-            text[name] = json!({"per_rank": memory, "fits": fits, "fits_in_one": in_one, "verdict": verdict});
-        }
-        if let Some(lines) = &beside {
-            text["device_and_host_memory"] = json!({"verdict": lines});
-        }
-        print_json(&text);
-        return Ok(());
-    }
-    print(&format!("{}: {} parameters\n", args.model, super::thousands(parameters)));
-    print(&format!("per rank, {}; activations come on top (see `shardc plan`)\n\n", counted(ranks, "data rank")));
-    print(&format!(
-        "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}\n",
-        "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total", "in one"
-    ));
-    for row in &rows {
-        print(&format!(
-            "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}\n",
-            row.precision,
-            row.optimizer,
-            row.zero,
-            row.parameters.to_string(),
-            row.gradients.to_string(),
-            row.state.to_string(),
-            row.total().to_string(),
-            row.in_one.to_string()
-        ));
-    }
-    print(
-        "\nin one: where the step is one microbatch, the copies of parameters go as the gradients come, and ZeRO 1 divides \
-         gradients as well\n",
-    );
-    if ranks > 1 {
-        print(&format!(
-            "counted as if {ranks} ranks divided every parameter evenly; one of which every dimension is too short \
-             for them each stores whole, which `shardc plan` says\n"
-        ));
-    }
-    for (_, place, room) in rooms.iter().flatten() {
-        print(&format!("\n{place}\n"));
-        verdict(sizes, ranks, *room).iter().for_each(|line| print(&format!("  {line}\n")));
-    }
-    if let Some((lines, (device, host))) = beside.zip(device.zip(host)) {
-        print(&format!("\nin {device} of each device, with {host} of their host (planned, not trained yet)\n"));
-        lines.iter().for_each(|line| print(&format!("  {line}\n")));
+    let rooms = rooms.into_iter().flatten().collect();
+    let estimated = Estimated { model: &args.model, sizes, ranks, rows, rooms, beside };
+    match json {
+        true => print_json(&estimated.json()),
+        false => estimated.print(),
     }
     Ok(())
+}
+
+/// What a model needs.
+struct Estimated<'a> {
+    model: &'a str,
+    sizes: Sizes,
+    ranks: u64,
+    rows: Vec<Row>,
+    /// What there is, if it was given: its name in JSON, for people, and its bytes.
+    rooms: Vec<(&'static str, String, Room)>,
+    /// Devices with what their host takes from them, if both were given: for people, and what fits.
+    beside: Option<(String, Vec<String>)>,
+}
+
+impl Estimated<'_> {
+    fn json(&self) -> Value {
+        let Self { model, sizes, ranks, rows, rooms, beside } = self;
+        let mut text = json!({"model": model, "parameters": sizes.parameters, "ranks": ranks, "rows": rows});
+        for (name, _, room) in rooms {
+            let memory = room.per_rank(*ranks);
+            let fits: Vec<bool> = rows.iter().map(|row| row.total() <= memory).collect();
+            let in_one: Vec<bool> = rows.iter().map(|row| row.in_one <= memory).collect();
+            let verdict = verdict(*sizes, *ranks, *room);
+            text[*name] = json!({"per_rank": memory, "fits": fits, "fits_in_one": in_one, "verdict": verdict});
+        }
+        if let Some((_, lines)) = beside {
+            text["device_and_host_memory"] = json!({"verdict": lines});
+        }
+        text
+    }
+
+    fn print(&self) {
+        let ranks = self.ranks;
+        print(&format!("{}: {} parameters\n", self.model, super::thousands(self.sizes.parameters)));
+        print(&format!("per rank, {}; activations come on top (see `shardc plan`)\n\n", counted(ranks, "data rank")));
+        print(&format!(
+            "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}\n",
+            "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total", "in one"
+        ));
+        for row in &self.rows {
+            print(&format!(
+                "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}\n",
+                row.precision,
+                row.optimizer,
+                row.zero,
+                row.parameters.to_string(),
+                row.gradients.to_string(),
+                row.state.to_string(),
+                row.total().to_string(),
+                row.in_one.to_string()
+            ));
+        }
+        print(
+            "\nin one: where the step is one microbatch, the copies of parameters go as the gradients come, and ZeRO 1 divides \
+             gradients as well\n",
+        );
+        if ranks > 1 {
+            print(&format!(
+                "counted as if {ranks} ranks divided every parameter evenly; one of which every dimension is too short \
+                 for them each stores whole, which `shardc plan` says\n"
+            ));
+        }
+        let in_rooms = self.rooms.iter().map(|(_, place, room)| (place.clone(), verdict(self.sizes, ranks, *room)));
+        for (place, lines) in in_rooms.chain(self.beside.clone()) {
+            print(&format!("\n{place}\n"));
+            lines.iter().for_each(|line| print(&format!("  {line}\n")));
+        }
+    }
 }
 
 /// One line of the table of `shardc check`.
