@@ -240,11 +240,11 @@ impl Contest<'_> {
         candidate.prediction.filled() * self.excess.get(&kin(candidate)).copied().unwrap_or(1.0) > 1.0
     }
 
-    /// Whether a candidate may become the plan, and lowering it does not take too long.
+    /// Whether a candidate may become the plan that is not lowered yet, and lowering it does not take too long.
     fn may_win(&self, index: usize) -> bool {
         let (candidate, known) = (&self.candidates[index], self.fitting.iter().map(|of| &self.candidates[of.0]));
         candidate.prediction.fits()
-            && !self.was_refused(index)
+            && !self.known().contains(&index)
             && !takes_too_long(candidate, known, self.space.request.batch)
     }
 

@@ -100,6 +100,14 @@ fn casts_are_kept_by_what_computes_more_again() {
     assert!(kept.prediction.step < made.prediction.step, "{} {}", kept.prediction.step, made.prediction.step);
 }
 
+/// Where nothing is left to choose, programs are made once.
+#[test]
+fn the_only_candidate_is_lowered_once() {
+    let pins = "dp=1,tp=1,zero=0,microbatch=16,recompute=none,loss_chunks=1,overlap_chunks=1,keep_casts=0";
+    let plan = found("h200:1", pins, Scope::Runnable, 140 << 30, 1.0).unwrap();
+    assert_eq!((plan.search.candidates, plan.search.lowered), (1, 1), "{}", plan.choice);
+}
+
 /// As many blocks leave as programs ask for; and what cannot leave is what a refusal says.
 #[test]
 fn as_much_leaves_as_programs_ask_for() {
