@@ -146,9 +146,10 @@ impl Visited {
         self.limit.unwrap_or(CLOSE * self.best).min(self.against)
     }
 
-    /// The same of pipelines.
+    /// The same of pipelines. Where any time will do, the fastest that was found may not fit by its programs.
     pub fn limit_in_stages(&self) -> f64 {
-        self.limit().min(FAR * self.best)
+        let far = if self.limit == Some(f64::INFINITY) { f64::INFINITY } else { FAR * self.best };
+        self.limit().min(far)
     }
 
     /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
@@ -311,5 +312,34 @@ impl Known {
         let [before, after, best] = [least, bound, self.best].map(|of| Seconds(of).to_string());
         tracing::debug!(degrees, microbatch, before, bound = after, best, "bounded");
         Ok(bound)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Plans that are far slower than the fastest are looked for where that turned out not to fit, in stages as well.
+    #[test]
+    fn where_nothing_that_was_found_fits_no_mesh_is_too_slow() {
+        let reopened = |limit: Option<f64>| {
+            let mut visited = Visited { best: 1.0, ..Visited::new(Bytes(1)) };
+            let (stored, best) = (vec![Degrees::new(1)], f64::INFINITY);
+            let known = |degrees: Degrees, cut: f64| Known {
+                degrees,
+                stored: stored.clone(),
+                least: 0.5,
+                is_whole: false,
+                is_tight: false,
+                best,
+                cut,
+                is_left_out: false,
+            };
+            visited.known.push(known(Degrees::new(1), 1.2));
+            visited.known.push(known(Degrees::new(1).with(Family::Pipeline, &[2]), 1.05));
+            visited.known.push(known(Degrees::new(1).with(Family::Pipeline, &[2]), 1.2));
+            visited.reopened(limit).1.len()
+        };
+        assert_eq!([None, Some(1.3), Some(f64::INFINITY)].map(reopened), [0, 2, 3]);
     }
 }
