@@ -450,3 +450,27 @@ fn pipelines_that_are_left_out_are_told_by_their_bound() {
     let others = chosen.search.bound_of_others.expect("both kinds were searched");
     assert!(others.0 > 0.98 * chosen.search.estimate.0, "{others} beside {}", chosen.search.estimate);
 }
+
+/// Programs with a whole head take far more than was estimated: where those do not fit the head is cut, so more memory is
+/// never too little.
+#[test]
+fn a_head_that_turns_out_too_large_is_cut() {
+    let sizes = Sizes { layers: 4, batch: 8, seq: 2048, hidden: 512, heads: 8, kv: 8, ffn: 1536, vocab: 32_000 };
+    let cluster = Cluster::parse("h200:2", "h200").expect("a cluster");
+    let pins = Pins::parse("pp=2,dp=1,schedule=1f1b,zero=0,microbatch=1").expect("pins");
+    let graph = llama(sizes, DType::Bf16);
+    let confirm = |plan: &Plan| {
+        let excess = if plan.choice.contains("loss_chunks") { 0.05 } else { 0.4 };
+        let mut prediction = plan.prediction;
+        prediction.memory.activations += Bytes((excess * prediction.memory.total().0 as f64) as u64);
+        Ok(prediction.into())
+    };
+    let (batch, seq) = (sizes.batch, sizes.seq);
+    let found = |memory: u64| {
+        let request = Request { batch, seq, device_memory: Bytes(memory), ..Request::default() };
+        search_confirmed(&graph, &cluster, &request, &pins, &NoScratch, Some(&confirm))
+    };
+    let all = found(140 << 30).expect("a plan").prediction.memory.total().0;
+    let fits: Vec<bool> = (10..=20).map(|part| found(all * part / 20).is_ok()).collect();
+    assert!(fits.is_sorted() && fits[0] != fits[10], "{fits:?}");
+}

@@ -128,7 +128,9 @@ pub(super) fn solve(
     let sizes: Vec<usize> = clusters.iter().map(Vec::len).collect();
     let mut found = of_solved(space, line, &own, (&sizes, &set), point, visited);
     let fits = |found: &[Candidate]| found.iter().any(|candidate| candidate.prediction.fits());
-    if !fits(&found) && !found.is_empty() {
+    // By what programs of their like took, all may be so far from fitting that none is tried.
+    let is_known = space.measure.excess > 1.0;
+    if !fits(&found) && (is_known || !found.is_empty()) {
         for smaller in own.in_smaller_chunks(prepared, room, (&meshes, pins)) {
             let others = of_solved(space, line, &smaller, (&sizes, &set), point, visited);
             let is_enough = fits(&others);
