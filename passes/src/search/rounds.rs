@@ -9,7 +9,8 @@
 //! * alone, where a pin asks for stages;
 //! * beside plans of one stage, on GPUs of several nodes, where every plan is asked for, and where the ranks do not
 //!   divide the batch;
-//! * else where no plan of one stage fits, or where much of its step is communication that nothing hides ([`SHOWN`]).
+//! * else where no plan of one stage fits, or where much of its step is communication that nothing hides, or products
+//!   that several ranks make alike ([`SHOWN`]).
 //!
 //! Within a node links are fast, and stages gain less than the seconds of planning that they cost. Ranks of one CPU
 //! gain nothing by waiting for each other ([`Target::searches`](shardc_ir::Target::searches)).
@@ -26,11 +27,13 @@ use super::error::PlanError;
 use super::space::{Pipelines, Space};
 use super::stages::line::Line;
 use super::visit::Visited;
+use crate::cost::model_flops;
 use shardc_ir::plan::{Alternative, Prediction};
-use shardc_ir::{Plan, Seconds};
+use shardc_ir::{AxisId, Choice, Plan, Seconds};
 use std::cell::LazyCell;
 
-/// From which share of a step on, of communication that nothing hides, pipelines are searched within a node as well.
+/// From which share of a step on, of communication that nothing hides and of what ranks repeat, pipelines are searched
+/// within a node as well.
 const SHOWN: f64 = 0.125;
 
 /// What is estimated in a round.
@@ -113,12 +116,13 @@ impl Round {
         Ok(self.visited.bound(space, enough)?.map(|bound| bound.min(estimate)))
     }
 
-    /// Whether much of its best plan's step is communication that nothing hides, which stages have less of.
+    /// Whether much of its best plan's step is communication that nothing hides, or products of which others make the
+    /// same: stages have less of either.
     fn shows(&self) -> bool {
         match &self.chosen {
             Chosen::Best { plan, .. } => {
-                let Prediction { step, exposed_communication, .. } = plan.prediction;
-                exposed_communication.0 > SHOWN * step.0
+                let Prediction { step, exposed_communication, matmul, .. } = plan.prediction;
+                exposed_communication.0 + repeated(plan) * matmul.0 > SHOWN * step.0
             }
             Chosen::Slower { .. } => false,
         }
@@ -131,6 +135,18 @@ impl Round {
             Chosen::Slower { .. } => f64::INFINITY,
         }
     }
+}
+
+/// The share of the products of a plan of one stage that would not be made if no rank made what another makes.
+fn repeated(Plan { graph, mesh, strategies, .. }: &Plan) -> f64 {
+    let (mut all, mut made) = (0.0, 0.0);
+    for (id, node) in graph.nodes() {
+        let is_repeated = |axis: &AxisId| !mesh.is_time(*axis) && strategies[id].choice(*axis) == Choice::Replicate;
+        let flops = model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
+        all += flops;
+        made += flops * mesh.extent(mesh.ids().filter(is_repeated)) as f64;
+    }
+    if made > 0.0 { 1.0 - all / made } else { 0.0 }
 }
 
 /// The best plan of a space: of one stage, and of several where those are searched.
@@ -285,4 +301,34 @@ fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_
         }
     }
     Ok(plan)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardc_ir::Bytes;
+
+    /// Where much of the products is made by several ranks alike, stages are looked for as where links are slow.
+    #[test]
+    fn what_ranks_repeat_shows() {
+        let text = "graph @two {
+  mesh time mb=2,tp=2
+  %0: f32[8@mb,4] = input \"x\" by i=mb
+  %1: f32[4,4@tp] = parameter \"a\" by j=tp
+  %2: f32[4,4] = parameter \"b\"
+  %3: f32[8@mb,4@tp] = matmul %0, %1 by m=mb n=tp
+  %4: f32[8@mb,4] = matmul %0, %2 by m=mb
+  return y %3
+  return z %4
+}";
+        let plan: Plan = text.parse().unwrap();
+        assert!((repeated(&plan) - 1.0 / 3.0).abs() < 1e-9);
+        let shows = |matmul: f64| {
+            let prediction = Prediction { step: Seconds(1.0), matmul: Seconds(matmul), ..Prediction::default() };
+            let plan = Box::new(Plan { prediction, ..plan.clone() });
+            let chosen = Chosen::Best { plan, step: 1.0, left_out: (0, 0) };
+            Round { chosen, visited: Visited::new(Bytes(1)) }.shows()
+        };
+        assert_eq!([0.3, 0.5].map(shows), [false, true]);
+    }
 }

@@ -54,7 +54,7 @@ impl Point {
 pub(in crate::search) enum Pipelines {
     /// Not at all.
     Never,
-    /// Where no plan of one stage fits, or much of its step is communication.
+    /// Where no plan of one stage fits, or much of its step is communication or repeated.
     Fallback,
     /// As well.
     Too,
