@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::report;
 use sha2::{Digest, Sha256};
 use shardc_ir::plan::Request;
+use shardc_ir::text::read_json;
 use shardc_ir::verify::{self, VerifiedPlan};
 use shardc_ir::{Diagnostics, Plan};
 use shardc_passes::cluster::Cluster;
@@ -100,19 +101,17 @@ pub fn from_text(path: &Path, text: &str) -> Result<VerifiedPlan<'static>, Error
         let line = text.lines().find_map(|line| line.strip_prefix(key));
         line.ok_or_else(|| refuse(format!("there is no line that begins with `{}`", key.trim())))
     };
-    let unreadable = |key: &str, of: &str, error: serde_json::Error| {
-        refuse(format!("line {}: the {of}: {error}", line_of(text, key)))
-    };
-    let request: Request =
-        serde_json::from_str(head(REQUEST)?).map_err(|error| unreadable(REQUEST, "request", error))?;
-    let cluster = serde_json::from_str(head(CLUSTER)?).map_err(|error| unreadable(CLUSTER, "cluster", error))?;
+    let unreadable =
+        |key: &str, of: &str, error: String| refuse(format!("line {}: the {of}: {error}", line_of(text, key)));
+    let request: Request = read_json(head(REQUEST)?).map_err(|error| unreadable(REQUEST, "request", error))?;
+    let cluster = read_json(head(CLUSTER)?).map_err(|error| unreadable(CLUSTER, "cluster", error))?;
     let illegal = |found: &Diagnostics| refuse(format!("the plan is not legal:\n{found}"));
     let mut plan: Plan = text.parse().map_err(|found| illegal(&found))?;
     let choice = head(CHOICE)?.to_string();
     (plan.request, plan.cluster, plan.choice) = (request, cluster, choice);
     let prediction = report::unlowered(&plan).map(|_| head(PREDICTED)).transpose()?;
     if let Some(text) = prediction {
-        plan.prediction = serde_json::from_str(text).map_err(|error| unreadable(PREDICTED, "prediction", error))?;
+        plan.prediction = read_json(text).map_err(|error| unreadable(PREDICTED, "prediction", error))?;
     }
     if digest(&plan, prediction) != head(GRAPH)?.trim() {
         if let Some(unlowered) = report::unlowered(&plan) {

@@ -32,6 +32,8 @@ pub use plan_file::{PLAN_SCHEMA, PLAN_VERSION, PlanFileError};
 
 use crate::names::edit_distance;
 use crate::ops::{BinaryKind, CompareKind, Op, ReduceOp, UnaryKind};
+use cursor::Cursor;
+use serde::de::DeserializeOwned;
 
 /// Every name that an operation can have in the text.
 pub fn op_names() -> Vec<&'static str> {
@@ -54,6 +56,17 @@ fn suggestion(name: &str, known: &[&str]) -> String {
     }
 }
 
+/// A JSON document, of which every number is the one that was written: serde_json's may be the next to it.
+///
+/// # Errors
+/// What is wrong with it, or does not suit.
+pub fn read_json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+    let mut document = Cursor::document(text);
+    let value = document.json()?;
+    document.end()?;
+    serde_json::from_value(value).map_err(|error| error.to_string())
+}
+
 /// A string as the text shows it.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
@@ -62,4 +75,18 @@ fn quoted(text: &str) -> String {
 /// Whether a string is a word, which needs no quotes.
 fn is_word(text: &str) -> bool {
     !text.is_empty() && text.chars().all(cursor::is_word_char)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A number that is written and read again is the same, and nothing may follow a document.
+    #[test]
+    fn numbers_are_read_as_they_were_written() {
+        let [written, other] = [0.394_077_960_308_120_03_f64, 0.394_077_960_308_12];
+        assert_ne!(written, other);
+        assert_eq!(read_json(&written.to_string()), Ok(written));
+        assert_eq!(read_json::<f64>("1 2"), Err("expected the end of the line, found `2`".to_string()));
+    }
 }
