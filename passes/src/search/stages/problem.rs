@@ -23,8 +23,8 @@ pub(super) const LONGEST: f64 = 10_000.0;
 /// Cuts are refined where a step has fewer than [`MANY`] microbatches for each stage and so many cuts at the most, and
 /// takes less than so many times the fastest that is known; by moving some by so many places, as long as it then takes no
 /// more than such a share.
-const FEW_CUTS: usize = 31;
-const NEAR: f64 = 1.1;
+const FEW_CUTS: usize = 7;
+const NEAR: f64 = 1.05;
 const MOVES: [isize; 6] = [-4, -2, -1, 1, 2, 4];
 const LESS: f64 = 0.999;
 
