@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 use shardc::{Batch, Cluster, Error, NamedModel, Options, Precision};
+use shardc_ir::units::counted;
 use shardc_ir::{Bytes, Seconds};
 use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
@@ -65,6 +66,22 @@ pub enum RunsError {
         /// What is wrong, and where.
         source: serde_json::Error,
     },
+    /// It has no run.
+    #[error("`{}` lists no run", path.display())]
+    Empty {
+        /// Where it is.
+        path: PathBuf,
+    },
+    /// Nothing takes so little.
+    #[error("{run}: its {figure} is {value}; write what was measured, above 0")]
+    Figure {
+        /// Of which run.
+        run: Box<Run>,
+        /// The field.
+        figure: &'static str,
+        /// What it says.
+        value: f64,
+    },
     /// A run cannot be planned.
     #[error("{run}: {source}")]
     Plan {
@@ -78,10 +95,31 @@ pub enum RunsError {
 /// Reads a file of runs.
 ///
 /// # Errors
-/// A file that cannot be read, or is no list of runs.
+/// A file that cannot be read, is no list of runs, or has figures that nobody measured.
 pub fn read(path: &Path) -> Result<Vec<Run>, RunsError> {
     let text = std::fs::read_to_string(path).map_err(|source| RunsError::Read { path: path.to_path_buf(), source })?;
-    serde_json::from_str(&text).map_err(|source| RunsError::Form { path: path.to_path_buf(), source })
+    parse(path, &text)
+}
+
+/// Reads the text of a file of runs.
+///
+/// # Errors
+/// Those of [`read`].
+pub fn parse(path: &Path, text: &str) -> Result<Vec<Run>, RunsError> {
+    let own = || path.to_path_buf();
+    let runs: Vec<Run> = serde_json::from_str(text).map_err(|source| RunsError::Form { path: own(), source })?;
+    if runs.is_empty() {
+        return Err(RunsError::Empty { path: own() });
+    }
+    for run in &runs {
+        let figures = [("step_ms", Some(run.step_ms)), ("peak_bytes", run.peak_bytes.map(|bytes| bytes as f64))];
+        for (figure, value) in figures {
+            if let Some(value) = value.filter(|value| *value <= 0.0) {
+                return Err(RunsError::Figure { run: Box::new(run.clone()), figure, value });
+            }
+        }
+    }
+    Ok(runs)
 }
 
 /// A run, and what is predicted of it.
@@ -145,19 +183,17 @@ pub fn table(all: &[Compared]) -> String {
             "| {run} | {step} | {predicted} | {of_time}{apart} | {peak} | {memory} | {of_memory} | {commit} |"
         );
     }
-    let of = |name: &str, errors: Vec<f64>| {
-        let mean = errors.iter().map(|error| error.abs()).sum::<f64>() / errors.len().max(1) as f64;
-        let most = errors.iter().map(|error| error.abs()).fold(0.0, f64::max);
-        format!(
-            "{name}: {} runs, {:.1}% off on average, {:.1}% at the most\n",
-            errors.len(),
-            100.0 * mean,
-            100.0 * most
-        )
-    };
     text.push('\n');
-    text += &of("time", all.iter().map(Compared::of_time).collect());
-    text += &of("memory", all.iter().filter_map(Compared::of_memory).collect());
+    let errors = [
+        ("time", all.iter().map(Compared::of_time).collect::<Vec<f64>>()),
+        ("memory", all.iter().filter_map(Compared::of_memory).collect()),
+    ];
+    for (name, errors) in errors.into_iter().filter(|(_, errors)| !errors.is_empty()) {
+        let mean = 100.0 * errors.iter().map(|error| error.abs()).sum::<f64>() / errors.len() as f64;
+        let most = 100.0 * errors.iter().map(|error| error.abs()).fold(0.0, f64::max);
+        let runs = counted(errors.len() as u64, "run");
+        let _ = writeln!(text, "{name}: {runs}, {mean:.1}% off on average, {most:.1}% at the most");
+    }
     for own in all {
         if let Some(why) = &own.run.apart {
             let _ = writeln!(text, "* {}: {why}", own.run);
