@@ -117,7 +117,7 @@ const CASES: &[Case] = &[
     // Messages between stages of one node are fast; those that tensor ranks wait for are not beside their steps.
     ("gpt3-6.7b", 16, 1024, "h200:8x2", "pp=16,schedule=zbv,microbatch=1,zero=1"),
     ("llama-1b", 64, 4096, "a100-80:8x4", "pp=16,dp=2,schedule=zbv,microbatch=1,zero=1"),
-    ("llama-3b", 64, 4096, "h100:8x4", "pp=4,tp=4,dp=2,schedule=interleaved,virtual=4,microbatch=2,zero=1"),
+    ("llama-3b", 32, 4096, "h100:8x4", "pp=4,tp=4,dp=2,schedule=interleaved,virtual=4,microbatch=2,zero=1"),
     ("gpt3-6.7b", 32, 1024, "b200:8x2", "pp=4,tp=4,schedule=interleaved,virtual=4,microbatch=1,zero=1"),
     // Stages gather weights before all microbatches and reduce gradients behind them, beside nothing.
     ("gpt3-1.3b", 128, 2048, "rtx4090:4", "pp=2,dp=2,schedule=interleaved,virtual=2,zero=1,microbatch=4"),
@@ -188,8 +188,6 @@ const FARTHER: &[Case] = &[
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
     // Messages of a long pass wait for those of the short one behind it.
     ("llama-3.2-1b", 4096, 8192, "b200:8x4", "pp=4,dp=8,schedule=interleaved,virtual=2,zero=0,microbatch=8"),
-    // Of four chunks a stage 1.2 GiB of what programs hold are not counted: 5.6% of what these cuts take.
-    ("llama-3b", 32, 4096, "h100:8x4", "pp=4,tp=4,dp=2,schedule=interleaved,virtual=4,microbatch=2,zero=1"),
 ];
 
 /// These are within 3% of the seconds; their bytes are known less well.
