@@ -1,8 +1,7 @@
 //! `measured FILE…`: how far today's predictions are from steps that were measured.
 
 use mimalloc::MiMalloc;
-use shardc_bench::measured;
-use std::io::Write;
+use shardc_bench::{command, measured};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -17,17 +16,7 @@ step and memory beside what is predicted. bench/measured.py measures them again 
 ";
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(text) => {
-            // Whoever reads it may stop reading.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
-        }
-        Err(message) => {
-            eprintln!("error: {message}");
-            ExitCode::from(2)
-        }
-    }
+    command::end(run(), 2)
 }
 
 fn run() -> Result<String, String> {

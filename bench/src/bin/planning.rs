@@ -2,10 +2,10 @@
 
 use mimalloc::MiMalloc;
 use shardc::Error;
+use shardc_bench::command;
 use shardc_bench::planning::measure::{self, Planned};
 use shardc_bench::planning::plot::{Line, svg};
 use shardc_bench::planning::report::table;
-use std::io::Write;
 use std::process::ExitCode;
 
 /// As the command has it.
@@ -40,17 +40,7 @@ fn main() -> ExitCode {
         std::fs::write(&path, plot).map_err(|source| Error::Io { path, source })?;
         Ok(text)
     });
-    match text {
-        Ok(text) => {
-            // Whoever reads it may stop reading.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::from(1)
-        }
-    }
+    command::end(text, 1)
 }
 
 fn run(is_quick: bool) -> Result<(String, String), Error> {

@@ -1,8 +1,8 @@
 //! `published FILE… [--json | --rows | --unpinned]`: predicts published runs and prints how far the predictions are off.
 
+use shardc_bench::command;
 use shardc_bench::published::report::{self, Summaries};
 use shardc_bench::published::{rows, score};
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -18,17 +18,7 @@ fits.
 ";
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(text) => {
-            // Whoever reads it may stop reading.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
-        }
-        Err(message) => {
-            eprintln!("error: {message}");
-            ExitCode::from(2)
-        }
-    }
+    command::end(run(), 2)
 }
 
 fn run() -> Result<String, String> {
