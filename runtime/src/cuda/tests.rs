@@ -86,6 +86,17 @@ fn rows_that_lie_apart_are_copied_where_that_costs_less() {
     check_matmul("bhsk,hkn->hbsn", &[2, 8, 160, 64], &[8, 64, 96], &[8, 2, 160, 96], &["gemm 8x160x96x64"; 2]);
 }
 
+/// Routing of tokens to experts: many products of little each, of which a loop would launch one for each group of tokens.
+#[test]
+fn many_launches_that_do_little_are_one_behind_a_copy() {
+    let [slots, places, both] = [&[32, 512, 2, 8][..], &[32, 2, 512, 80], &[32, 512, 8, 80]];
+    check_matmul("bhks,bkhn->bhsn", slots, places, both, &["strided", "gemm 16384x8x80x2"]);
+    check_matmul("bhsn,bkhn->bhks", both, places, slots, &["strided", "gemm 16384x8x2x80"]);
+    // What is copied takes longer than the few launches.
+    let [slots, places, both] = [&[3, 65536, 2, 8][..], &[3, 2, 65536, 80], &[3, 65536, 8, 80]];
+    check_matmul("bhks,bkhn->bhsn", slots, places, both, &["gemm 65536x8x80x2"; 3]);
+}
+
 #[test]
 fn products_of_one_operand_are_a_batch_where_they_lie_evenly() {
     use super::kernel::Arg;
