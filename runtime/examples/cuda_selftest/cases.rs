@@ -1,6 +1,7 @@
 //! The cases: every kernel, at shapes where each of its paths is taken.
 
 use super::Case;
+use super::regions::{groups, regions, row_sums, step};
 use shardc_ir::ops::*;
 use shardc_ir::{DType, Op, TensorType};
 
@@ -210,50 +211,6 @@ fn sibling_cases(f: DType, all: &mut Vec<Case>) {
     }
 }
 
-/// A step of a region.
-fn step(op: impl Into<Op>, operands: &[usize], results: &[TensorType]) -> FusedStep {
-    FusedStep { op: op.into(), operands: operands.to_vec(), results: results.to_vec(), source: None }
-}
-
-/// The regions of a backward pass over `shape`: the derivative of a norm, the residual's sum and the gradient of a
-/// bias; the derivative of an activation and the gradient of a bias.
-pub fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
-    let (x, row, last) = (t(f, shape), t(F32, &shape[..shape.len() - 1]), shape.len() - 1);
-    let (d, w) = (t(f, &shape[last..]), t(F32, &shape[last..]));
-    let (add, sum) = (Binary { kind: BinaryKind::Add }, Reduce { kind: ReduceOp::Sum, dims: (0..last).collect() });
-    let steps = vec![
-        step(LayerNormGrad {}, &[0, 1, 2, 3, 4], &[x.clone(), w.clone(), w.clone()]),
-        step(add.clone(), &[5, 6], &[x.clone()]),
-        step(sum.clone(), &[9], &[w.clone()]),
-    ];
-    let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone(), x.clone()];
-    let results = [w.clone(), w.clone(), x.clone(), w.clone()];
-    let layer_norm = case(Fused { steps, results: vec![7, 8, 9, 10] }, &operands, &results);
-    let steps = vec![step(RmsNormGrad {}, &[0, 1, 2, 3], &[x.clone(), w.clone()]), step(add, &[4, 5], &[x.clone()])];
-    let rms_norm = case(Fused { steps, results: vec![6, 7] }, &[x.clone(), x.clone(), d, row, x.clone()], &[w, x]);
-    [layer_norm, rms_norm, slopes_and_sums(f, shape, UnaryKind::GeluTanh)]
-}
-
-/// The derivative of a function of each element, and its sums over the rows: the gradients of what a bias was added to.
-pub fn slopes_and_sums(f: DType, shape: &[u64], kind: UnaryKind) -> Case {
-    let (x, w) = (t(f, shape), t(F32, &shape[shape.len() - 1..]));
-    let sum = Reduce { kind: ReduceOp::Sum, dims: (0..shape.len() - 1).collect() };
-    let steps = vec![step(UnaryGrad { kind }, &[0, 1], &[x.clone()]), step(sum, &[2], &[w.clone()])];
-    case(Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x, w])
-}
-
-/// The sums over the rows of some tensors: one by itself, or several as one region.
-pub fn row_sums(f: DType, shape: &[u64], count: usize) -> Case {
-    let (x, w) = (t(f, shape), t(F32, &shape[shape.len() - 1..]));
-    let op = Reduce { kind: ReduceOp::Sum, dims: (0..shape.len() - 1).collect() };
-    if count == 1 {
-        return case(op, &[x], &[w]);
-    }
-    let steps = (0..count).map(|index| step(op.clone(), &[index], std::slice::from_ref(&w))).collect();
-    let region = Fused { steps, results: (count..2 * count).collect() };
-    case(region, &vec![x; count], &vec![w; count])
-}
-
 fn row_cases(f: DType, all: &mut Vec<Case>) {
     for columns in [96, 768, 4096, 50] {
         let (x, row, d) = (t(f, &[80, columns]), t(F32, &[80]), t(f, &[columns]));
@@ -262,6 +219,7 @@ fn row_cases(f: DType, all: &mut Vec<Case>) {
         all.extend(regions(f, &[3, 1000, columns]));
         // The last block has an odd number of rows.
         all.extend(regions(f, &[999, columns]).into_iter().take(2));
+        all.extend([[3, 50, columns / 2, 2], [2, 9, 4, columns]].into_iter().flat_map(|shape| groups(f, shape)));
         all.push(case(Softmax {}, &[x.clone()], &[x.clone()]));
         all.push(case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]));
         let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
@@ -418,6 +376,9 @@ fn matmul_cases(f: DType, all: &mut Vec<Case>) {
         add("hbsn,hnk->bhsk", &[2, 4, 160, 512], &[2, 512, 256], &[4, 2, 160, 256], out);
         add("bhsk,hbsn->hkn", &[4, 2, 160, 256], &[2, 4, 160, 512], &[2, 256, 512], out);
         add("bhsk,hkn->bhsn", &[4, 2, 160, 256], &[2, 256, 512], &[4, 2, 160, 512], out);
+        // Routing, of which each group of tokens would be a launch.
+        add("bhks,bkhn->bhsn", &[8, 16, 2, 8], &[8, 2, 16, 80], &[8, 16, 8, 80], out);
+        add("bhsn,bkhn->bhks", &[8, 16, 8, 80], &[8, 2, 16, 80], &[8, 16, 2, 8], out);
     }
 }
 

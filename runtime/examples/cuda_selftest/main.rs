@@ -10,6 +10,7 @@
 
 mod cases;
 mod memory;
+mod regions;
 mod whole;
 
 use DType::{Bf16, F32};

@@ -1,7 +1,7 @@
 //! What the kernels of regions are put together from: functions on vectors of f32 in registers.
 
 use super::elementwise::{Pair, apply, combine, derivative, sigmoid};
-use super::region::Joined;
+use super::region::{Joined, Spread};
 use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
 use shardc_ir::ops::UnaryKind;
@@ -57,6 +57,40 @@ pub fn load_number(x: &Array<f32>, at: usize) -> f32 {
 #[cube]
 pub fn load_element(x: &Array<Elem<0>>) -> f32 {
     f32::cast_from(x[0])
+}
+
+/// Where the first element of a vector lies in what is spread.
+#[cube]
+pub fn spread_place(at: usize, #[comptime] spread: Spread) -> usize {
+    let number = at * Lanes::value() / comptime!(spread.inner as usize);
+    let low = number % comptime!(spread.low as usize);
+    if comptime!(spread.high > 1) {
+        let part = number / comptime!((spread.low * spread.between) as usize) % comptime!(spread.high as usize);
+        part * comptime!(spread.low as usize) + low
+    } else {
+        low
+    }
+}
+
+/// The elements of a vector of what is spread, of which `inner` beside each other are the same.
+#[cube]
+pub fn gather_narrow(x: &Array<Elem<0>>, first: usize, #[comptime] inner: u32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = f32::cast_from(x[first + lane / comptime!(inner as usize)]);
+    }
+    out
+}
+
+#[cube]
+pub fn gather_wide(x: &Array<f32>, first: usize, #[comptime] inner: u32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = x[first + lane / comptime!(inner as usize)];
+    }
+    out
 }
 
 #[cube]

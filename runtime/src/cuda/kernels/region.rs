@@ -25,10 +25,26 @@ pub enum Class {
     Row,
     /// A number per column.
     Column,
+    /// An element for several elements of each row, or of several rows.
+    Spread(Spread),
     /// One number.
     Scalar,
     /// The sum over the rows, a number per column; only a result.
     ColumnSum,
+}
+
+/// How a value is spread over the elements of a region, counted along its rows: element `at` has number
+/// `at / inner % low` of part `at / (inner * low * between) % high`, which is as long as `low`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Spread {
+    /// Elements beside each other that have the same.
+    pub inner: u32,
+    /// Different ones behind each other.
+    pub low: u32,
+    /// How often these come again.
+    pub between: u32,
+    /// How many such parts there are.
+    pub high: u32,
 }
 
 /// A buffer of a region's kernel.
@@ -97,6 +113,8 @@ enum Buffer {
     Wide(NativeExpand<Array<PackF32>>),
     Numbers(NativeExpand<Array<f32>>),
     Element(NativeExpand<Array<Elem<0>>>),
+    SpreadNarrow(NativeExpand<Array<Elem<0>>>, Spread),
+    SpreadWide(NativeExpand<Array<f32>>, Spread),
 }
 
 /// A value in registers.
@@ -155,7 +173,7 @@ impl Region {
         let mut moving: Vec<(usize, usize, Next)> = Vec::new();
         for (index, (port, buffer)) in self.operands.iter().zip(&inputs).enumerate() {
             match port.class {
-                Class::Full | Class::Row => {
+                Class::Full | Class::Row | Class::Spread(_) => {
                     moving.push((index, port.value, begin(scope, buffer, &columns, &begins)));
                 }
                 _ => kept[port.value] = Some(self.load(scope, buffer, &columns)),
@@ -346,6 +364,8 @@ fn input(d: &mut Definition, port: Port) -> Buffer {
     match (port.class, port.is_wide) {
         (Class::Row, _) | (Class::Scalar, true) => Buffer::Numbers(d.input::<f32>()),
         (Class::Scalar, false) => Buffer::Element(d.input::<Elem<0>>()),
+        (Class::Spread(spread), true) => Buffer::SpreadWide(d.input::<f32>(), spread),
+        (Class::Spread(spread), false) => Buffer::SpreadNarrow(d.input::<Elem<0>>(), spread),
         (_, true) => Buffer::Wide(d.input::<PackF32>()),
         (_, false) => Buffer::Narrow(d.input::<Pack<0>>()),
     }
@@ -366,6 +386,22 @@ fn places(scope: &mut Scope, columns: &Columns, rows: &[Index]) -> Vec<Index> {
         places.extend(columns.clamped.iter().map(one));
     }
     places
+}
+
+/// The vector at a place of what is spread.
+fn gather(scope: &mut Scope, buffer: &Buffer, at: Index) -> Option<Pack32> {
+    let first = |scope: &mut Scope, spread: Spread| pack::spread_place::expand(scope, at.clone(), spread);
+    match buffer {
+        Buffer::SpreadNarrow(x, spread) => {
+            let first = first(scope, *spread);
+            Some(pack::gather_narrow::expand(scope, x.clone(), first, spread.inner))
+        }
+        Buffer::SpreadWide(x, spread) => {
+            let first = first(scope, *spread);
+            Some(pack::gather_wide::expand(scope, x.clone(), first, spread.inner))
+        }
+        _ => None,
+    }
 }
 
 /// Sends for the first rows.
@@ -392,6 +428,11 @@ fn begin(scope: &mut Scope, buffer: &Buffer, columns: &Columns, rows: &[Index]) 
                 RuntimeCell::<f32>::__expand_new(scope, raw)
             };
             Next::Numbers(rows.iter().map(&mut cell).collect())
+        }
+        Buffer::SpreadNarrow(..) | Buffer::SpreadWide(..) => {
+            let packs = places.into_iter().filter_map(|at| gather(scope, buffer, at));
+            let packs: Vec<Pack32> = packs.collect();
+            Next::Wide(packs.into_iter().map(|pack| RuntimeCell::<PackF32>::__expand_new(scope, pack)).collect())
         }
         // One number is no row's.
         Buffer::Element(_) => Next::Numbers(Vec::new()),
@@ -421,6 +462,16 @@ fn advance(scope: &mut Scope, buffer: &Buffer, cells: &Next, columns: &Columns, 
                 packs.push(read(scope, cell));
                 if let Some(at) = place(index) {
                     let next = pack::load_wide::expand(scope, x.clone(), at);
+                    store(scope, cell, next);
+                }
+            }
+            Value::Packs(packs)
+        }
+        (Buffer::SpreadNarrow(..) | Buffer::SpreadWide(..), Next::Wide(cells)) => {
+            let mut packs = Vec::with_capacity(cells.len());
+            for (index, cell) in cells.iter().enumerate() {
+                packs.push(read(scope, cell));
+                if let Some(next) = place(index).and_then(|at| gather(scope, buffer, at)) {
                     store(scope, cell, next);
                 }
             }

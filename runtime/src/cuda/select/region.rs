@@ -1,12 +1,12 @@
 //! Regions: which can be one kernel, and how its blocks lie over the rows. Norms are regions of one step. Where rows
 //! are narrower than a block and know nothing of each other's ends, several are joined to one as wide as a block.
 
-use super::cut::Cut;
+use super::cut::{Cut, LIMIT};
 use super::{Arg, OP, RES, Select, THREADS, lanes};
 use crate::cuda::kernel::Kernel;
 use crate::cuda::kernels::pack::{PARTIAL_COLUMNS, PARTIAL_ROWS, sum_partials};
-use crate::cuda::kernels::region::{Class, Joined, Port, Region, Step};
-use shardc_ir::ops::{Fused, FusedStep, Op, ReduceOp};
+use crate::cuda::kernels::region::{Class, Joined, Port, Region, Spread, Step};
+use shardc_ir::ops::{Broadcast, Fused, FusedStep, Op, ReduceOp};
 use shardc_ir::{DType, TensorType};
 use std::collections::BTreeSet;
 
@@ -30,7 +30,7 @@ const TILE: u64 = 128;
 pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
     let fits = |sorted: &Sorted| match row_sums(region, sorted) {
         Some(tensors) => tensors.len() <= MOST_SUMS && sorted.types[tensors[0]].elements() < 1 << 31,
-        None => true,
+        None => sorted.spreads().next().is_none() || sorted.most_bytes() < LIMIT,
     };
     let sorted = Sorted::new(region, operands);
     sorted.is_ok_and(|sorted| sorted.buffers(region, operands.len()).is_ok() && fits(&sorted))
@@ -46,6 +46,22 @@ fn row_sums(region: &Fused, sorted: &Sorted) -> Option<Vec<usize>> {
         _ => None,
     };
     region.steps.iter().enumerate().map(operand).collect()
+}
+
+/// How a copy of a smaller value lies over the elements of the larger one, if it is at most two parts of it that come again.
+fn spread(op: &Broadcast, small: &[u64], large: &[u64]) -> Option<Spread> {
+    let size = |dim: usize| u32::try_from(large[dim]).ok();
+    let is_kept =
+        |dim: usize| op.dims.iter().position(|to| *to == dim).is_some_and(|from| small.get(from) == Some(&large[dim]));
+    let mut runs = vec![(false, 1)];
+    for dim in (0..large.len()).rev().filter(|dim| large[*dim] != 1) {
+        match runs.last_mut() {
+            Some((kept, all)) if *kept == is_kept(dim) => *all = u32::checked_mul(*all, size(dim)?)?,
+            _ => runs.push((is_kept(dim), size(dim)?)),
+        }
+    }
+    let at = |index: usize| runs.get(index).map_or(1, |(_, size)| *size);
+    (runs.len() <= 5).then(|| Spread { inner: at(0), low: at(1), between: at(2), high: at(3) })
 }
 
 /// The buffers of a region, and the element type of those that are not f32.
@@ -100,7 +116,12 @@ impl Sorted {
                 let class = |value: &usize| if self.types[*value].rank() == 0 { Scalar } else { Full };
                 (step.operands.iter().map(class).collect(), vec![Full])
             }
+            Op::Broadcast(_) if self.types[step.operands[0]].rank() == 0 => (vec![Scalar], vec![Full]),
             Op::Broadcast(op) if op.dims == [last] => (vec![Column], vec![Full]),
+            Op::Broadcast(op) => {
+                let of = spread(op, &self.types[step.operands[0]].shape, &self.shape);
+                (vec![Class::Spread(of.ok_or("copies of more than two parts")?)], vec![Full])
+            }
             Op::Reduce(op) if op.kind == ReduceOp::Sum && op.dims.iter().copied().eq(0..last) => {
                 (vec![Full], vec![ColumnSum])
             }
@@ -122,6 +143,7 @@ impl Sorted {
         let ty = &self.types[value];
         let shape = match class {
             Class::Full => &self.shape[..],
+            Class::Spread(_) => &ty.shape[..],
             Class::Row => rows,
             Class::Column | Class::ColumnSum => columns,
             Class::Scalar => &[],
@@ -143,7 +165,7 @@ impl Sorted {
     fn buffers(&self, region: &Fused, count: usize) -> Result<Buffers, String> {
         let operands = (0..count).map(|value| self.port(value)).collect::<Result<Vec<_>, _>>()?;
         let results = region.results.iter().map(|value| self.port(*value)).collect::<Result<Vec<_>, _>>()?;
-        if results.iter().any(|port| port.class == Class::Column) {
+        if results.iter().any(|port| matches!(port.class, Class::Column | Class::Spread(_))) {
             return Err("what is the same in all rows is no result of a region".to_string());
         }
         let dtypes = operands.iter().chain(&results).map(|port| self.types[port.value].dtype);
@@ -156,6 +178,29 @@ impl Sorted {
 
     fn has(&self, class: Class) -> bool {
         self.classes.contains(&Some(class))
+    }
+
+    fn spreads(&self) -> impl Iterator<Item = Spread> {
+        let of = |class: &Option<Class>| if let Some(Class::Spread(spread)) = class { Some(*spread) } else { None };
+        self.classes.iter().filter_map(of)
+    }
+
+    /// Bytes of the largest value.
+    fn most_bytes(&self) -> u64 {
+        self.types.iter().map(|ty| ty.bytes().0).max().unwrap_or(0)
+    }
+
+    /// The most elements of a vector, if there are so many at the most, of which each that is spread lies one behind the
+    /// other.
+    fn lanes(&self, most: usize) -> usize {
+        let fits = |lanes: u32, Spread { inner, low, .. }: Spread| {
+            inner.is_multiple_of(lanes) || lanes.is_multiple_of(inner) && (inner * low).is_multiple_of(lanes)
+        };
+        let mut lanes = most;
+        while lanes > 1 && !self.spreads().all(|spread| fits(lanes as u32, spread)) {
+            lanes /= 2;
+        }
+        lanes
     }
 }
 
@@ -269,10 +314,10 @@ impl Select<'_> {
         let is_flat = !has(Class::Row) && !has(Class::Column) && !has(Class::ColumnSum);
         let elements: u64 = sorted.shape.iter().product();
         let layout = match is_flat {
-            true => Layout::flat(elements, lanes(&full, &[elements])),
+            true => Layout::flat(elements, sorted.lanes(lanes(&full, &[elements]))),
             false => {
                 let moving = operands.iter().filter(|port| port.class == Class::Full).count();
-                Layout::new(&sorted, moving, lanes(&full, &sorted.shape[sorted.shape.len() - 1..]))
+                Layout::new(&sorted, moving, sorted.lanes(lanes(&full, &sorted.shape[sorted.shape.len() - 1..])))
             }
         };
         let region = Region {
@@ -304,7 +349,7 @@ impl Select<'_> {
                 Class::Full => layout.chunk * layout.columns * size,
                 Class::Row => layout.chunk * size,
                 Class::ColumnSum => columns * size,
-                Class::Column | Class::Scalar => 0,
+                Class::Column | Class::Spread(_) | Class::Scalar => 0,
             }
         };
         buffers.extend(region.operands.iter().enumerate().map(|(index, port)| (OP(index), bytes(port))));

@@ -91,6 +91,53 @@ fn regions() {
     }
 }
 
+/// Smaller values are copied on the way: for each group of channels of a sample, each row, each channel of a sample.
+#[test]
+fn copies_in_regions() {
+    let Some(client) = client() else { return };
+    let binary = |kind: BinaryKind| Binary { kind };
+    let copy = |dims: &[usize], ty: &TensorType, from: usize| {
+        step(Broadcast { dims: dims.to_vec() }, &[from], std::slice::from_ref(ty))
+    };
+    for shape in [[3, 50, 8, 2], [2, 1000, 3, 16], [2, 7, 5, 1], [1, 9, 4, 3], [4, 6, 32, 12], [2, 3, 1, 2500]] {
+        let x = t(&shape);
+        let all: [&[usize]; 9] = [&[0, 2], &[0], &[1], &[2], &[3], &[0, 1], &[1, 3], &[1, 2, 3], &[0, 2, 3]];
+        for dims in all {
+            let small = t(&dims.iter().map(|dim| shape[*dim]).collect::<Vec<_>>());
+            // Elements alone, and with what is the same in all rows and their sum.
+            let steps = vec![
+                copy(dims, &x, 1),
+                step(binary(BinaryKind::Sub), &[0, 3], &[x.clone()]),
+                step(binary(BinaryKind::Mul), &[4, 4], &[x.clone()]),
+                copy(&[], &x, 2),
+                step(binary(BinaryKind::Add), &[5, 6], &[x.clone()]),
+            ];
+            let types = [x.clone(), small.clone(), t(&[])];
+            check(&client, Fused { steps, results: vec![4, 7] }, &types, &[x.clone(), x.clone()], 1);
+            let column = t(&shape[3..]);
+            let steps = vec![
+                copy(dims, &x, 1),
+                step(binary(BinaryKind::Mul), &[0, 3], &[x.clone()]),
+                copy(&[3], &x, 2),
+                step(binary(BinaryKind::Add), &[4, 5], &[x.clone()]),
+                step(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1, 2] }, &[6], std::slice::from_ref(&column)),
+            ];
+            let types = [x.clone(), small, column.clone()];
+            check(&client, Fused { steps, results: vec![6, 7] }, &types, &[x.clone(), column], 1);
+        }
+    }
+    // Of one size along a dimension; and three parts, which are no region.
+    let x = t(&[4, 6, 8, 10]);
+    let steps = |dims: &[usize]| vec![copy(dims, &x, 1), step(binary(BinaryKind::Mul), &[0, 2], &[x.clone()])];
+    let types = [x.clone(), t(&[4, 1, 8])];
+    check(&client, Fused { steps: steps(&[0, 1, 2]), results: vec![3] }, &types, &[x.clone()], 1);
+    let long = t(&[2, 3, 2, 3, 2]);
+    let copied = step(Broadcast { dims: vec![0, 2, 4] }, &[1], std::slice::from_ref(&long));
+    let times = step(binary(BinaryKind::Mul), &[0, 2], std::slice::from_ref(&long));
+    let region = Fused { steps: vec![copied, times], results: vec![3] };
+    assert!(!crate::CudaTarget.fuses(&region, &[long.clone(), t(&[2, 2, 2])]));
+}
+
 #[test]
 fn what_is_no_region_is_refused() {
     let (x, d) = (t(&[8, 16]), t(&[16]));
