@@ -124,14 +124,18 @@ impl Select<'_> {
         [outer, length, inner]: [u64; 3],
         chunks: u64,
     ) {
-        // Narrower vectors where there would be few blocks.
+        let chunk = length.div_ceil(chunks);
+        let tiles = |width: usize| {
+            let vectors = inner / width as u64;
+            let tile = tile(vectors, chunk);
+            (vectors, tile, vectors.div_ceil(u64::from(tile.columns)) * u64::from(tile.units()))
+        };
+        // Narrower vectors where there would be few units.
         let mut width = lanes(&[from.1, to.1], &[inner]);
-        while width > 1 && inner / width as u64 * chunks * outer < UNITS / 32 {
+        while width > 1 && tiles(width).2 * chunks * outer < UNITS / 2 {
             width /= 2;
         }
-        let vectors = inner / width as u64;
-        let chunk = length.div_ceil(chunks);
-        let tile = tile(vectors, chunk);
+        let (vectors, tile, _) = tiles(width);
         // A unit of a launch sees all rows of an outer index.
         if outer > 1 && length.saturating_mul(vectors) >= 1 << 32 {
             self.expect_small(from.0, 0);
