@@ -65,8 +65,10 @@ impl Machine<'_> {
             };
             let before = if before > 0.0 { before / self.bandwidth() + launch } else { 0.0 };
             let after = epilogue_bytes(op, operands, results) / self.bandwidth();
-            let product = arithmetic.max(traffic - after);
-            let seconds = convolution.map_or(product, |convolution| convolution.seconds(product, self));
+            let seconds = match convolution {
+                Some(convolution) => convolution.seconds(arithmetic, traffic - after, self),
+                None => arithmetic.max(traffic - after),
+            };
             return (Seconds(before + seconds + after + launch), Bound::Matmul);
         }
         let peak = |index: usize| peak(operands[index].dtype, device);
