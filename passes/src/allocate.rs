@@ -38,7 +38,7 @@ use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
 use shardc_ir::view::is_view;
 use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, Target, TensorType};
-pub(crate) use stages::{Copies, common};
+pub(crate) use stages::{Copies, common, under_way};
 use std::collections::{BTreeMap, HashMap};
 
 /// How many later instructions of its stream an access keeps its bytes for.

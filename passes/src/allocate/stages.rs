@@ -188,10 +188,14 @@ impl Times {
             let at: Vec<usize> = steps.chain(messages).copied().collect();
             Some((*at.iter().min()?, *at.iter().max()?))
         };
-        let spans: Vec<(usize, usize)> = (0..microbatches).filter_map(span).collect();
-        let fits = |copies: &usize| spans.iter().zip(spans.iter().skip(*copies)).all(|(a, b)| a.1 < b.0);
-        (1..=spans.len().max(1)).find(fits).unwrap_or(1) as u64
+        under_way(&(0..microbatches).filter_map(span).collect::<Vec<_>>())
     }
+}
+
+/// How many microbatches there are at a time at most, each from its first to its last touch.
+pub(crate) fn under_way(spans: &[(usize, usize)]) -> u64 {
+    let fits = |copies: &usize| spans.iter().zip(spans.iter().skip(*copies)).all(|(a, b)| a.1 < b.0);
+    (1..=spans.len().max(1)).find(fits).unwrap_or(1) as u64
 }
 
 fn part_of(parts: &[(u32, Pass)], step: Step) -> Option<usize> {

@@ -43,7 +43,7 @@ use liveness::{Gradients, Liveness, Peak};
 use recompute::{Menu, Prices, Selected};
 use shardc_ir::ops::{Op, OpDef, Update};
 use shardc_ir::program::Action;
-use shardc_ir::{DType, Mesh, NodeId, ReduceKind, Role, TensorType};
+use shardc_ir::{DType, Family, Mesh, NodeId, ReduceKind, Role, TensorType};
 use split::Split;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
@@ -65,6 +65,8 @@ pub struct Shape<'a> {
     apart: Vec<f64>,
     /// Per class, the share of `prices` that makes copies in another layout which several nodes read.
     copies: Vec<Split>,
+    /// Per class, the bytes of what is made of the parameter of one of its nodes and kept through the loop.
+    copied: Vec<f64>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// What is stored, for each way to store it.
@@ -91,8 +93,13 @@ pub struct Shape<'a> {
     peaks: Mutex<BTreeMap<(Recompute, u64, usize), Peak>>,
     /// What peaks are found from.
     profiles: Mutex<BTreeMap<(u64, usize), Profile>>,
-    /// The largest copy made for one conversion.
+    /// Whether the mesh has stages.
+    is_staged: bool,
+    /// The largest copy made for one conversion: in stages, of those in the loop, since all else is done before the
+    /// first microbatch is held.
     largest_copy: u64,
+    /// By how much it is larger than all that have nothing to do with the head.
+    head_copy: u64,
     microbatches: u64,
     /// The loop over microbatches as communication sees it, and for each way to store parameters the seconds of
     /// collectives over data ranks.
@@ -112,6 +119,14 @@ impl<'a> Shape<'a> {
         loss_chunks: u64,
         meshes: &[Mesh],
     ) -> Self {
+        let is_staged = placed.mesh.degree(Family::Pipeline) > 1;
+        let copies = conversions.iter().filter(|of| !is_staged || is_in_pass(prepared, placed, of));
+        let largest = |of: &dyn Fn(&Conversion) -> bool| {
+            copies.clone().filter(|conversion| of(conversion)).map(|of| of.bytes as u64).max().unwrap_or(0)
+        };
+        let nodes = prepared.head.iter().flat_map(|head| head.nodes());
+        let head: Vec<usize> = nodes.map(|(id, _)| prepared.folded.class[id]).collect();
+        let is_of_head = |class: usize| head.contains(&class);
         let mut shape = Self {
             forward: Split::default(),
             backward: Split::default(),
@@ -121,6 +136,7 @@ impl<'a> Shape<'a> {
             apart: vec![0.0; prepared.rules.len()],
             adding: Adding::new(prepared.rules.len()),
             copies: vec![Split::default(); prepared.rules.len()],
+            copied: vec![0.0; prepared.rules.len()],
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             block_gradient: 0,
@@ -133,7 +149,9 @@ impl<'a> Shape<'a> {
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             peaks: Mutex::default(),
             profiles: Mutex::default(),
-            largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
+            is_staged,
+            largest_copy: largest(&|_| true),
+            head_copy: largest(&|_| true) - largest(&|of| !is_of_head(of.maker) && !is_of_head(of.reader)),
             microbatches: placed.microbatches,
             around: Loop::default(),
             times: vec![OnceLock::new(); meshes.len()],
@@ -276,6 +294,12 @@ impl<'a> Shape<'a> {
         converted: &BTreeMap<(usize, usize), f64>,
     ) {
         let op = prepared.op(class);
+        // A stage that has what is padded may send on what it makes of it.
+        if prepared.lives.copies().is_beside(class) && !self.is_staged {
+            let each = self.liveness.sizes()[class].iter().sum::<u64>() as f64;
+            let bytes = each * prepared.folded.classes[class].members.len() as f64;
+            self.storages.iter_mut().for_each(|storage| storage.copied.add(bytes, 1.0));
+        }
         if !prepared.is_stored(class) {
             return;
         }
@@ -289,6 +313,7 @@ impl<'a> Shape<'a> {
             let converted = converted.get(&(class, result)).copied().unwrap_or(0.0);
             larger += (converted - bytes(&results[result])).max(0.0);
         }
+        self.copied[class] = (larger + if prepared.is_copy(class) { read } else { 0.0 }) / count;
         let is_in_block = self.is_in_block(prepared, class);
         let machine = Machine::own(&placed.cluster.device);
         for storage in &mut self.storages {
@@ -367,6 +392,17 @@ impl<'a> Shape<'a> {
     /// Seconds by which one node of a class takes longer where the gradients of weights are a pass by themselves.
     pub fn apart(&self, class: usize) -> f64 {
         self.apart[class]
+    }
+
+    /// Bytes of buffers that only who has the head needs.
+    pub fn head_copy(&self) -> u64 {
+        self.head_copy
+    }
+
+    /// Bytes of what is made of a parameter by one node of a class, or of what it makes in another layout, and kept through
+    /// the loop.
+    pub fn copied(&self, class: usize) -> f64 {
+        self.copied[class]
     }
 
     /// Seconds in which the gradient that one node of a class makes is added up, whole, over the microbatches of a

@@ -22,6 +22,7 @@ mod levels;
 pub mod line;
 mod messages;
 mod moved;
+mod parameters;
 mod problem;
 mod recomputed;
 mod runs;
@@ -376,15 +377,6 @@ impl Tries<'_> {
         Levels::by_block(&ways, self.mesh.seen[0][0].shape.menu(), &blocks)
     }
 
-    /// Of how many microbatches what a chunk sends is still held. Those of interleaved chunks come in rounds, of which about
-    /// half are held by programs; other schedules hand over what is made.
-    fn waiting(&self) -> u64 {
-        match self.pipeline.schedule {
-            Schedule::Interleaved => self.stages.div_ceil(2),
-            _ => 0,
-        }
-    }
-
     /// Whether all cuts are far from fitting, with as much computed again as may be, and everything on the devices.
     fn lacks(&self) -> bool {
         let mesh = self.mesh;
@@ -400,7 +392,9 @@ impl Tries<'_> {
 
     /// The copies of what each chunk holds, if all chunks are as long as each other, and their parts.
     fn held(&self, sums: &Sums) -> Option<Rc<[Held]>> {
-        let bytes = vec![sums.held(); (self.stages * self.pipeline.per_stage) as usize];
+        let chunks = self.stages * self.pipeline.per_stage;
+        let [kept, lasting, awaited] = sums.held();
+        let bytes = vec![[kept, lasting, awaited, chunks * sums.passing_in_the_middle()]; chunks as usize];
         self.runs.held(&self.pipeline, &|_| Lengths::EQUAL, bytes)
     }
 

@@ -9,7 +9,7 @@
 use super::recompute::Selected;
 use crate::shard::tensor::Prepared;
 use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, Graph, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{EntityRef, Graph, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 
 /// How copies are held.
@@ -83,6 +83,8 @@ pub struct Copies {
     copies: Vec<Copy>,
     /// Their classes and results.
     read: BTreeSet<(usize, usize)>,
+    /// The classes of padded forms of them that are there beside what is padded, which the loop reads as well.
+    beside: BTreeSet<usize>,
     /// Per block, where what its backward pass reads is gathered, and where that pass begins.
     backward: Vec<[usize; 2]>,
 }
@@ -99,12 +101,25 @@ pub(in crate::search) fn root(graph: &Graph, mut value: ValueId) -> Option<Value
     }
 }
 
+/// The node that pads the parameter, cast or codes that a value is, if one does.
+fn padding(graph: &Graph, mut value: ValueId) -> Option<NodeId> {
+    loop {
+        let node = graph.def(value);
+        match node.op {
+            Op::Pad(_) => return Some(graph.value(value).def),
+            Op::Reshape(_) | Op::Transpose(_) => value = node.operands[0],
+            _ => return None,
+        }
+    }
+}
+
 impl Copies {
     /// Finds who reads the parameters of a graph, and when.
     pub fn new(prepared: &Prepared<'_>) -> Self {
         let (graph, blocks) = (prepared.graph, &prepared.blocks);
         let backward = vec![[usize::MAX; 2]; blocks.count()];
-        let mut own = Self { copies: Vec::new(), read: BTreeSet::new(), backward };
+        let mut own = Self { backward, ..Self::default() };
+        let (mut bare, mut padded) = (BTreeSet::new(), BTreeSet::new());
         let mut place: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
         // The stretch, its first node that reads a copy, and that of the last stretch that had one.
         let (mut current, mut first, mut before) = (None, None, None);
@@ -126,6 +141,10 @@ impl Copies {
             for value in &node.operands {
                 let maker = prepared.folded.class[graph.value(*value).def];
                 let Some(root) = root(graph, *value).filter(|_| prepared.is_parameter[maker]) else { continue };
+                match padding(graph, *value) {
+                    Some(pad) => drop(padded.insert((root, prepared.folded.class[pad]))),
+                    None => drop(bare.insert(root)),
+                }
                 let fetch = before.unwrap_or(*first.get_or_insert(at));
                 first.get_or_insert(at);
                 let index = *place[root].get_or_insert_with(|| {
@@ -147,7 +166,13 @@ impl Copies {
             let [forward, backward] = copy.spans;
             copy.reach = [forward, around(backward, copy.blocks().filter_map(|block| own.again(block)))];
         }
-        Self { copies, ..own }
+        let beside = padded.into_iter().filter(|(root, _)| bare.contains(root)).map(|(_, class)| class);
+        Self { copies, beside: beside.collect(), ..own }
+    }
+
+    /// Whether a class pads what the loop reads without that as well: both are kept.
+    pub fn is_beside(&self, class: usize) -> bool {
+        self.beside.contains(&class)
     }
 
     /// Whether the loop reads a result of a class.

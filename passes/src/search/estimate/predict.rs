@@ -43,7 +43,8 @@ impl Shape<'_> {
             let on_its_way = on_its_way(if zero >= 1 { reduced } else { whole });
             (peak, peak.gradients + waiting + on_its_way, 0.0)
         };
-        let bucket = if is_shared { self.bucket(whole) } else { 0 };
+        // Stages reduce behind the loop, when its activations are gone, what they do not reduce in it.
+        let bucket = if is_shared && (!self.is_staged || zero >= 2) { self.bucket(whole) } else { 0 };
         Memory {
             parameters: Bytes((storage.parameters.under(zero) + copies) as u64 + peak.copies),
             gradients: Bytes(gradients),

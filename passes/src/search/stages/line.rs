@@ -7,17 +7,18 @@
 //! Cuts lie where few bytes pass: at the local minima of what lives, and between blocks only where blocks
 //! are computed again, since a block is computed again in one go.
 
+use super::parameters::{Kind, Shared, copied, shared, stored};
+use super::runs::AllEnds;
 use super::sent::Sent;
 use crate::cost::{is_view, through_views};
 use crate::pipeline::anchor::{Anchors, anchors};
 use crate::pipeline::order::Lengths;
-use crate::pipeline::shared::last_sums;
 use crate::search::choice::pins::Recompute;
 use crate::search::estimate::Shape;
 use crate::search::estimate::recompute::Selected;
 use crate::shard::tensor::Prepared;
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::{Choice, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,17 +50,8 @@ pub struct Line {
     awaited: Vec<Awaited>,
     /// What of parameters passes once in a step.
     shared: Vec<Shared>,
-}
-
-/// What is read at another place than where it is made, but in no microbatch: a parameter, or a gradient that is added
-/// to others of its parameter.
-struct Shared {
-    maker: NodeId,
-    /// Which of the results.
-    result: usize,
-    /// Where along the line it is made, and where it is read.
-    places: [usize; 2],
-    is_gradient: bool,
+    /// How many copies of what passes between stages there are, of the orders that were asked for.
+    pub(super) ends: AllEnds,
 }
 
 /// Bytes of what passes once in a step between a stage's chunks and others.
@@ -71,6 +63,8 @@ pub(in crate::search) struct Once {
     pub gradients: [f64; 2],
     /// Of parameters from other stages, and to them.
     pub parameters: [f64; 2],
+    /// Of padded ones that are read here.
+    pub padded: f64,
 }
 
 /// The gradient of an activation that a gradient of a weight is made of.
@@ -120,7 +114,19 @@ impl Line {
         let (awaited, read) = awaited(prepared, &of);
         let values = values(prepared, (&main, &place), &of, &read);
         let (is_joined, shared) = (joined(prepared, &of, main.len()), shared(prepared, &of));
-        Self { anchors, main, place, blocks, is_between, first_of, is_joined, values, awaited, shared }
+        Self {
+            anchors,
+            main,
+            place,
+            blocks,
+            is_between,
+            first_of,
+            is_joined,
+            values,
+            awaited,
+            shared,
+            ends: AllEnds::default(),
+        }
     }
 
     /// The chunk of every node for these cuts.
@@ -154,7 +160,8 @@ impl Line {
         self.is_joined.iter().filter(|is_joined| !**is_joined).count() as u64
     }
 
-    fn of(&self, id: NodeId) -> Option<usize> {
+    /// The place that a node belongs to.
+    pub(super) fn of(&self, id: NodeId) -> Option<usize> {
         self.anchors[id].and_then(|anchor| self.place[anchor])
     }
 }
@@ -255,26 +262,6 @@ fn awaited(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> 
     (all, known)
 }
 
-/// Parameters, and sums of their gradients, that pass between stages once in a step if a cut lies between their places.
-fn shared(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> Vec<Shared> {
-    let graph = prepared.graph;
-    let class = |id: NodeId| prepared.folded.class[id];
-    let is_last = last_sums(graph, |id| matches!(prepared.batch[class(id)], Choice::Pass(_)));
-    let mut known = BTreeSet::new();
-    let mut all = Vec::new();
-    for (id, node) in graph.nodes().filter(|(id, _)| prepared.in_loop(class(*id))) {
-        for value in &node.operands {
-            let (maker, result) = (graph.value(*value).def, graph.value(*value).index);
-            let (Some(made), Some(read)) = (place(maker), place(id)) else { continue };
-            let is_once = is_last[id] || !prepared.in_loop(class(maker));
-            if made != read && is_once && known.insert((*value, read)) {
-                all.push(Shared { maker, result, places: [made, read], is_gradient: is_last[id] });
-            }
-        }
-    }
-    all
-}
-
 /// Sums from the beginning of the line to each place.
 #[derive(Clone, Debug)]
 pub(in crate::search) struct Sums {
@@ -296,11 +283,12 @@ pub(in crate::search) struct Sums {
     sent: Arc<Sent>,
     /// The share of the parameters.
     pub stored: Vec<f64>,
+    /// Bytes of copies of parameters.
+    copied: Vec<f64>,
     /// Bytes that pass over a cut before each node.
     passing: Vec<f64>,
-    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, and whether it is a
-    /// gradient.
-    shared: Vec<([usize; 2], f64, bool)>,
+    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, and what it is.
+    shared: Vec<([usize; 2], f64, Kind)>,
 }
 
 /// Sums from the beginning to each place.
@@ -418,26 +406,13 @@ fn bytes(prepared: &Prepared<'_>, shape: &Shape<'_>, maker: NodeId, result: usiz
     shape.sizes()[prepared.folded.class[maker]].get(result).map_or(0.0, |bytes| *bytes as f64)
 }
 
-/// The share of the bytes of all parameters that lie at each place of a line.
-fn stored(prepared: &Prepared<'_>, shape: &Shape<'_>, line: &Line) -> Vec<f64> {
-    let mut stored = vec![0.0; line.main.len()];
-    for (id, _) in prepared.graph.nodes().filter(|(_, node)| matches!(node.op, Op::Parameter(_))) {
-        if let Some(at) = line.of(id) {
-            stored[at] += shape.sizes()[prepared.folded.class[id]].iter().sum::<u64>() as f64;
-        }
-    }
-    let all: f64 = stored.iter().sum();
-    stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
-    stored
-}
-
 impl Sums {
     pub fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, recompute: Recompute, line: &Line) -> Self {
         let selected = shape.menu().select(recompute);
         let Running { passes, apart, again, adding } = Running::new(prepared, shape, &selected, line);
         let Made { held, sent, passing } = Made::new(prepared, shape, &selected, line);
         let shared = line.shared.iter();
-        let shared = shared.map(|of| (of.places, bytes(prepared, shape, of.maker, of.result), of.is_gradient));
+        let shared = shared.map(|of| (of.places, bytes(prepared, shape, of.maker, of.result), of.kind(prepared)));
         Self {
             places: places(line, &passing, selected.is_empty()),
             passes: prefixes(passes),
@@ -447,6 +422,7 @@ impl Sums {
             held: prefixes(held),
             sent: Arc::new(Sent::new(line.main.len(), sent)),
             stored: prefix(&stored(prepared, shape, line)),
+            copied: prefix(&copied(prepared, shape, line)),
             passing,
             shared: shared.collect(),
         }
@@ -496,6 +472,11 @@ impl Sums {
         self.stored[self.places[to]] - self.stored[self.places[from]]
     }
 
+    /// Bytes of copies of parameters between two of the places.
+    pub fn copied(&self, from: usize, to: usize) -> f64 {
+        self.copied[self.places[to]] - self.copied[self.places[from]]
+    }
+
     pub fn seconds(&self, from: usize, to: usize) -> f64 {
         self.between(&self.passes, from, to).into_iter().sum()
     }
@@ -537,15 +518,16 @@ impl Sums {
             chunks.iter().position(|(_, from, to)| (self.places[*from]..self.places[*to]).contains(&place))
         };
         let mut once = Once::default();
-        for (places, bytes, is_gradient) in &self.shared {
+        for (places, bytes, kind) in &self.shared {
             let ends = places.map(chunk_of);
-            let passing = if *is_gradient { &mut once.gradients } else { &mut once.parameters };
-            match ends {
-                [None, Some(_)] => passing[0] += bytes,
-                [Some(_), None] => passing[1] += bytes,
+            let passing = if *kind == Kind::Gradient { &mut once.gradients } else { &mut once.parameters };
+            match (ends, kind) {
+                ([None, Some(_)], _) => passing[0] += bytes,
+                ([Some(_), None], _) => passing[1] += bytes,
+                ([Some(_), Some(_)], Kind::Padded) => once.padded += bytes,
                 _ => {}
             }
-            if *is_gradient && ends[0].is_some() && ends[0] != ends[1] {
+            if *kind == Kind::Gradient && ends[0].is_some() && ends[0] != ends[1] {
                 once.made += bytes;
             }
         }
@@ -556,6 +538,11 @@ impl Sums {
     /// since it is sent, and those behind the chunk alone read it later.
     pub fn sent(&self, from: usize, to: usize) -> [f64; 3] {
         if to + 1 == self.places.len() { [0.0; 3] } else { self.sent.over([self.places[from], self.places[to]]) }
+    }
+
+    /// Bytes that pass over a cut in the middle.
+    pub fn passing_in_the_middle(&self) -> u64 {
+        self.passing(self.places.len() / 2) as u64
     }
 
     /// Bytes that pass into a chunk that begins at a place.

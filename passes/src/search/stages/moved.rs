@@ -141,7 +141,7 @@ impl Problem<'_> {
             return own;
         }
         self.first_blocks(chunks, count, |chunk, from, to| {
-            let Copies { kept, lasting, awaited } = self.held[chunk];
+            let Copies { kept, lasting, awaited, .. } = self.held[chunk];
             let between = |sums: &[f64]| sums[to] - sums[from];
             let of_passes = [(kept, between(&in_blocks.kept)), (lasting, between(&in_blocks.lasting))];
             let held: f64 = of_passes.iter().map(|(copies, bytes)| *copies as f64 * bytes).sum();

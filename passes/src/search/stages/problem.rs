@@ -1,7 +1,7 @@
 //! One schedule on one mesh, with one choice of ZeRO: cuts, and what they take.
 
 use super::cuts::Alone;
-use super::held::Held;
+use super::held::{Ends, Held};
 use super::levels::{Again, Choice, Level, Levels, Pace};
 use super::line::Once;
 use super::schedules::MANY;
@@ -184,29 +184,40 @@ impl Problem<'_> {
         let Level { again, until, .. } = self.levels.all[level];
         let Again { paces, working, .. } = &*self.agains[again];
         let before = until.map_or(0.0, |_| self.agains[again - 1].working);
-        let (Pace { whole, .. }, sums, share) = (&paces[0], self.line(), self.share(chunks));
-        let held = chunks.iter().map(|part| {
-            let Held { kept, lasting, awaited } = self.held[part.0];
-            let each = self.left(level, *part).into_iter().zip(self.sent(level, *part));
-            let held = [kept, lasting, awaited].into_iter().zip(each);
-            let held = held.map(|(copies, (left, sent))| {
-                copies as f64 * left - copies.saturating_sub(self.tries.waiting()) as f64 * sent
-            });
-            lasting as f64 * sums.passing(part.1) + held.sum::<f64>()
-        });
-        let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
-        let whole = &whole.memory;
-        // Gradients from other stages come when the activations are gone.
+        let (whole, sums, share) = (&paces[0].whole.memory, self.line(), self.share(chunks));
+        let [held, arriving] = self.held_by(level, chunks);
+        let bytes = |bytes: f64| Bytes(bytes.max(0.0) as u64);
+        let part = |all: Bytes| bytes(all.0 as f64 * share);
         let (Portions { summed, gathered, .. }, once) = (self.tries.portions, sums.once(chunks));
-        let bytes = |bytes: f64| Bytes(bytes as u64);
+        // What is made of parameters lies where it is made, as a large table that is gathered: no share of it on each stage.
+        let own: f64 = chunks.iter().map(|(_, from, to)| sums.copied(*from, *to)).sum();
+        let copied = own - share * sums.copied(0, sums.places.len() - 1) + once.parameters[0] + once.padded;
+        let has_head = chunks.iter().any(|(_, _, to)| to + 1 == sums.places.len());
+        let without = if has_head { 0 } else { self.tries.mesh.seen[0][0].shape.head_copy() };
         Memory {
-            parameters: part(whole.parameters) + bytes(gathered * once.parameters[0]),
+            parameters: bytes(share * whole.parameters.0 as f64 + gathered * copied),
+            // Gradients from other stages come when the activations are gone.
             gradients: part(whole.gradients) + bytes(summed * once.made),
             optimizer: part(whole.optimizer),
-            activations: Bytes((held.sum::<f64>() + working.max(before)) as u64),
-            buffers: whole.buffers,
+            activations: bytes(held + working.max(before)),
+            buffers: bytes((whole.buffers.0 - without) as f64 + arriving),
             reserved: Bytes(0),
         }
+    }
+
+    /// Bytes of what these chunks of a stage hold of microbatches; and of the buffers in which what they hold arrives.
+    fn held_by(&self, level: usize, chunks: &[Part]) -> [f64; 2] {
+        let of = |part: &Part| {
+            let Held { kept, lasting, awaited, ends: Ends { comes, goes } } = self.held[part.0];
+            let each = self.left(level, *part).into_iter().zip(self.sent(level, *part));
+            let held = [kept, lasting, awaited].into_iter().zip(each);
+            let held =
+                held.map(|(copies, (left, sent))| copies as f64 * left - copies.saturating_sub(goes[0]) as f64 * sent);
+            let [into, out_of] = [part.1, part.2].map(|place| self.line().passing(place));
+            let back = goes[1] as f64 * into + comes[1] as f64 * out_of;
+            [held.sum::<f64>() + lasting as f64 * into + back, comes[0] as f64 * into]
+        };
+        chunks.iter().map(of).fold([0.0; 2], |[a, b], [held, arriving]| [a + held, b + arriving])
     }
 
     /// Cuts the line, and predicts the step; nothing if no cuts fit.

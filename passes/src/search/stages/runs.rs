@@ -2,8 +2,10 @@
 //! is known of one of them is known of others.
 
 use super::Mesh;
-use super::held::Held;
+use super::held::{Ends, Held};
+use super::step::in_rounds;
 use crate::pipeline::order::{Lengths, Step, orders};
+use crate::threads::lock;
 use rustc_hash::FxHashMap;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Family, Pipeline};
@@ -11,6 +13,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::hash::Hash;
 use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 
 /// The schedule, with the chunks of a stage, those in flight and those delayed.
 type Order = (Schedule, u64, [(&'static str, Option<u64>); 2]);
@@ -29,6 +32,12 @@ pub(super) struct Runs<'a> {
     steps: RefCell<VecDeque<(Passes, Steps)>>,
 }
 
+/// What is known of orders of so many stages and microbatches.
+pub(super) type AllEnds = Mutex<FxHashMap<(Order, [u64; 2]), Arc<[Ends]>>>;
+
+/// Rounds of microbatches in which as many messages are under way as in all.
+const FOLLOWED: u64 = 3;
+
 /// Of how many orders the steps are kept.
 const KEPT: usize = 8;
 
@@ -36,7 +45,7 @@ const KEPT: usize = 8;
 type Steps = Rc<Vec<Vec<Step>>>;
 
 /// The order, the bits of what passes take, and the bytes of a copy.
-type Copies = (Order, Vec<u64>, Vec<[u64; 3]>);
+type Copies = (Order, Vec<u64>, Vec<[u64; 4]>);
 
 impl<'a> Runs<'a> {
     /// Of a mesh, of which nothing is known.
@@ -78,7 +87,7 @@ impl<'a> Runs<'a> {
         &self,
         pipeline: &Pipeline,
         lengths: &dyn Fn(u32) -> Lengths,
-        bytes: Vec<[u64; 3]>,
+        bytes: Vec<[u64; 4]>,
     ) -> Option<Rc<[Held]>> {
         let goes_by_lengths = pipeline.schedule.splits_backward();
         let bits = (0..bytes.len() as u32).filter(|_| goes_by_lengths).flat_map(|chunk| bits(lengths(chunk)));
@@ -93,8 +102,24 @@ impl<'a> Runs<'a> {
         };
         known(&self.held, key, &|| {
             let steps = self.steps(pipeline, microbatches, lengths)?;
-            Some(Held::of_chunks(pipeline, &steps, &bytes).into())
+            Some(Held::of_chunks(pipeline, &steps, &bytes, &self.ends(pipeline)?).into())
         })
+    }
+
+    /// The copies of what chunks send each other, of which some rounds tell what all do: of chunks that are as long as each
+    /// other, on any mesh.
+    fn ends(&self, pipeline: &Pipeline) -> Option<Arc<[Ends]>> {
+        let Mesh { line, placed, .. } = self.mesh;
+        let stages = placed.mesh.degree(Family::Pipeline);
+        let key = (order(pipeline), [stages, placed.microbatches]);
+        if let Some(known) = lock(&line.ends).get(&key) {
+            return Some(known.clone());
+        }
+        let (followed, round) = in_rounds(pipeline, stages, placed.microbatches);
+        let steps = self.steps(&followed, self.mesh.followed(FOLLOWED * round, round), &|_| Lengths::EQUAL)?;
+        let found: Arc<[Ends]> = Ends::of_chunks(&followed, &steps)?.into();
+        lock(&line.ends).insert(key, found.clone());
+        Some(found)
     }
 }
 

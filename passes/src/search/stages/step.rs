@@ -131,7 +131,8 @@ impl Problem<'_> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let bytes = |chunk: usize| {
             let level = levels[pipeline.stage_of(chunk as u32, count) as usize];
-            self.left(level, (chunk, ends[chunk], ends[chunk + 1])).map(|bytes| bytes as u64)
+            let [kept, lasting, awaited] = self.left(level, (chunk, ends[chunk], ends[chunk + 1]));
+            [kept, lasting, awaited, self.line().passing(ends[chunk])].map(|bytes| bytes as u64)
         };
         let (lengths, _) = self.lengths(ends, levels);
         let lengths = |chunk: u32| Lengths::from(&lengths[chunk as usize]);
@@ -241,7 +242,7 @@ impl Problem<'_> {
 }
 
 /// A pipeline of which fewer microbatches are run in rounds as large as those of all, and how large they are.
-fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, u64) {
+pub(super) fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, u64) {
     if pipeline.schedule != Schedule::Interleaved {
         return (pipeline.clone(), stages);
     }
@@ -252,7 +253,7 @@ fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, 
 
 /// The links of chunks that follow each other, between stages. What has nothing to do in a backward pass, as a head in
 /// chunks, goes back in the forward pass.
-fn chain(pipeline: &Pipeline, stages: u64, lengths: &[Length]) -> Vec<Link> {
+pub(super) fn chain(pipeline: &Pipeline, stages: u64, lengths: &[Length]) -> Vec<Link> {
     let back = |own: &Length| if own.backward == 0 { Pass::Forward } else { Pass::Backward };
     let both = (1..).zip(lengths.iter().skip(1)).flat_map(|(chunk, own)| {
         let forward = Link { from: (chunk - 1, Pass::Forward), to: (chunk, Pass::Forward) };
