@@ -281,6 +281,23 @@ fn plans_in_chunks_lie_between_the_estimates_of_whole_ones() {
     }
 }
 
+/// With more memory more microbatches are in flight, where that is faster: not where it takes unequal stages to fit.
+#[test]
+fn more_memory_makes_no_pipeline_slower() {
+    let pins = "pp=2,dp=2,tp=1,schedule=zbv,zero=1,microbatch=2,overlap_chunks=1,keep_casts=0";
+    let (model, cluster) = (NamedModel::find("gpt2-355m@layers=2").unwrap(), cluster("h200:4x1"));
+    let mut least = f64::INFINITY;
+    for memory in [1140u64, 1156, 1180, 1207, 1230, 1250] {
+        let memory = Bytes(memory << 20);
+        let options = Options { device_memory: Some(memory), ..options(pins, Precision::Bf16) };
+        let compiled = shardc::compile(&model, Batch { batch: 16, seq: 512 }, &cluster, &options).unwrap();
+        let step = compiled.plan().prediction.step;
+        println!("{step} in {memory}");
+        assert!(step.0 <= 1.001 * least, "{step} in {memory}, and {least} s in less");
+        least = least.min(step.0);
+    }
+}
+
 /// Over slow links the fastest layouts of whole plans have each rank compute what others do as well; in chunks, which hide
 /// what it takes to divide that, others are faster.
 #[test]

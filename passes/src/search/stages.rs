@@ -234,6 +234,8 @@ struct Tries<'a> {
     fastest: &'a Cell<f64>,
     /// Of ways to compute again, the first that is known to take too long with as many in flight.
     slow: &'a Cell<usize>,
+    /// Whether cuts that do not fit take much less than those that do: with less in flight they may fit.
+    is_short: Cell<bool>,
 }
 
 /// The pipelines of a placed mesh with stages, and the least bound of what was left out: of each schedule, which knows
@@ -286,6 +288,7 @@ fn of_schedule(
                 cut: &cut,
                 fastest,
                 slow,
+                is_short: Cell::default(),
             };
             let all = limits((schedule, per_stage), (stages, microbatches), pins);
             // Of zero-bubble V the last hold the least: where that is too much, so it is with more.
@@ -293,8 +296,8 @@ fn of_schedule(
             if is_less && all.iter().flatten().next_back().is_some_and(|least| tries(*least).lacks()) {
                 continue;
             }
-            // More is held where that lets stages wait for less, and less where memory lacks; fewer gradients of weights are
-            // delayed as long as that gains.
+            // More is held where that lets stages wait for less, and less where memory lacks, or lets equal stages fit; fewer
+            // gradients of weights are delayed as long as that gains.
             let gains = |before: f64| before.is_infinite() || fastest.get() < before;
             for all in all {
                 let mut is_enough = false;
@@ -302,7 +305,8 @@ fn of_schedule(
                 slow.set(usize::MAX);
                 for (index, limits) in all.into_iter().enumerate() {
                     let before = fastest.get();
-                    let lacks = tries(limits).all(&mut candidates);
+                    let tries = tries(limits);
+                    let lacks = tries.all(&mut candidates) || tries.is_short.get();
                     is_enough = schedule.splits_backward() && !lacks && index == 0;
                     if !lacks || (index > 0 && !gains(before)) {
                         break;
@@ -455,7 +459,8 @@ impl Tries<'_> {
         if problem.lacks() && !mesh.with_unfit {
             return Some(false);
         }
-        let Solution { cuts, mut recompute, lengths, offload, relief, prediction, .. } = problem.solve()?;
+        let Solution { cuts, mut recompute, lengths, offload, relief, prediction, is_short, .. } = problem.solve()?;
+        self.is_short.set(self.is_short.get() || is_short);
         let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
         if recompute.iter().all(|own| *own == most) {
             recompute.clear();

@@ -76,7 +76,12 @@ pub(super) struct Solution {
     pub offload: Offloads,
     pub relief: Relief,
     pub prediction: Prediction,
+    /// Whether other cuts take much less, but do not fit.
+    pub is_short: bool,
 }
+
+/// With less than this share of the seconds.
+const SHORT: f64 = 0.98;
 
 impl Problem<'_> {
     /// Where the line may be cut, and what goes by no level: what is stored, and what passes.
@@ -223,17 +228,22 @@ impl Problem<'_> {
     /// Cuts the line, and predicts the step; nothing if no cuts fit.
     pub fn solve(&self) -> Option<Solution> {
         let rank = |of: &Solution| (!of.prediction.fits(), of.prediction.step.0);
-        let mut best: Option<Solution> = None;
+        let (mut best, mut unfit): (Option<Solution>, f64) = (None, f64::INFINITY);
         for ends in self.ends(self.tries.mesh.placed.microbatches) {
             let best_fit =
                 best.as_ref().filter(|best| best.prediction.fits()).map_or(f64::INFINITY, |best| rank(best).1);
             let enough = best_fit.min(self.tries.far());
             let Some(found) = self.cut_at(&ends, enough) else { continue };
+            if !found.prediction.fits() {
+                unfit = unfit.min(found.prediction.step.0);
+            }
             if best.as_ref().is_none_or(|best| rank(&found) < rank(best)) {
                 best = Some(found);
             }
         }
-        best.map(|best| self.refined(best))
+        let mut best = self.refined(best?);
+        best.is_short = best.prediction.fits() && unfit < SHORT * best.prediction.step.0;
+        Some(best)
     }
 
     /// Moves runs of neighbouring cuts as long as that makes the step shorter, as running its schedule tells. With few
@@ -312,7 +322,8 @@ impl Problem<'_> {
         let cuts = inner.iter().map(|cut| mesh.line.main[self.line().places[*cut]]).collect();
         let (lengths, _) = self.lengths(ends, &levels);
         let recompute = levels.iter().map(|level| self.levels.all[*level].recompute).collect();
-        Some(Solution { ends: ends.to_vec(), cuts, recompute, lengths, offload, relief, prediction })
+        let (ends, is_short) = (ends.to_vec(), false);
+        Some(Solution { ends, cuts, recompute, lengths, offload, relief, prediction, is_short })
     }
 
     /// What lies away from the devices of each stage, and what that takes from them and adds to a step; nothing, if no
