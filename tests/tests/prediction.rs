@@ -298,6 +298,21 @@ fn more_memory_makes_no_pipeline_slower() {
     }
 }
 
+/// Of few layers the head is much of a step, and cutting it by its tokens takes longer than leaving it whole.
+#[test]
+fn heads_are_whole_where_that_is_faster() {
+    let (model, cluster) =
+        (NamedModel::find("gpt2-124m@layers=2").unwrap(), cluster(&MIXED.replace("per_node = 8", "per_node = 1")));
+    for (batch, seq) in [(128, 512), (256, 1024)] {
+        let [free, whole] = ["", "loss_chunks=1"].map(|pins| {
+            let options = Options { device_memory: None, ..options(pins, Precision::Bf16) };
+            let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options).unwrap();
+            compiled.plan().prediction.step
+        });
+        assert!(free.0 <= 1.005 * whole.0, "{free}, and {whole} with the head whole");
+    }
+}
+
 /// Over slow links the fastest layouts of whole plans have each rank compute what others do as well; in chunks, which hide
 /// what it takes to divide that, others are faster.
 #[test]

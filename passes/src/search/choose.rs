@@ -5,7 +5,8 @@
 //!
 //! * [`lowering`] lowers plans on several threads before they are asked for;
 //! * [`fitted`] adjusts how much is recomputed, [`overstated`] lowers plans whose estimated memory does not fit;
-//! * [`astray`] lowers plans of other meshes where the estimates of the first ones were too low;
+//! * [`astray`] lowers plans of other meshes where the estimates of the first ones were too low, [`uncut`] the fastest
+//!   with its head whole;
 //! * [`overlap`] tries plans in chunks that overlap, [`casts`] plans that keep the casts of parameters;
 //! * [`build`] makes the annotated plan, [`outcome`] and [`undivided`] what is reported of the search.
 
@@ -17,6 +18,7 @@ pub(in crate::search) mod lowering;
 pub(in crate::search) mod outcome;
 pub mod overlap;
 mod overstated;
+mod uncut;
 pub mod undivided;
 
 use super::candidate::{Candidate, Kin, is_long, kin, sort};
@@ -29,7 +31,7 @@ use build::Confirm;
 use lowering::Lowering;
 use outcome::{Told, alternatives, infeasible};
 use overlap::Hidden;
-use overstated::{Refused, faster, may_be_smaller, nearest};
+use overstated::{Refused, faster, may_be_smaller, nearest, tried};
 use shardc_ir::plan::Search;
 use shardc_ir::{Family, Plan};
 use std::collections::BTreeMap;
@@ -318,7 +320,27 @@ impl Contest<'_> {
         self.try_chunks()?;
         let found = faster(&self.candidates, &self.fitting, &mut self.refused, space, &make)?;
         self.fitting.extend(found);
-        self.fit_again()
+        self.fit_again()?;
+        self.leave_head_whole()
+    }
+
+    /// Lowers the fastest plan with its head whole, where that may take less.
+    fn leave_head_whole(&mut self) -> Result<(), PlanError> {
+        let (space, lowering) = (self.space, self.lowering);
+        let make = |of: &Candidate| lowering.plan(of);
+        let by_step = |a: &&(usize, Plan), b: &&(usize, Plan)| a.1.prediction.step.0.total_cmp(&b.1.prediction.step.0);
+        let Some((index, plan)) = self.fitting.iter().min_by(by_step) else { return Ok(()) };
+        let best = plan.prediction.step.0;
+        let Some(whole) = uncut::whole(&self.candidates[*index], best, space)? else { return Ok(()) };
+        self.candidates.push(whole);
+        let index = self.candidates.len() - 1;
+        match tried(&self.candidates, index, &mut self.refused, &make)? {
+            Some((index, plan)) if self.candidates[index].stages.is_none() => self.add(index, plan, best),
+            found => {
+                self.fitting.extend(found);
+                Ok(())
+            }
+        }
     }
 
     /// Adjusts how much is recomputed to the memory that programs were found to take.

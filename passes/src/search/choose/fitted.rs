@@ -86,17 +86,7 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     if is_whole && exact.fits() {
         return Ok(Vec::new());
     }
-    let stages = of.stages.as_ref();
-    let pins = Pins {
-        zero: Some(of.zero),
-        microbatch: Some(of.degrees.microbatch),
-        overlap_chunks: Some(of.overlap_chunks),
-        schedule: stages.map(|stages| stages.schedule),
-        virtual_stages: stages.map(|stages| stages.per_stage),
-        in_flight: stages.and_then(|stages| stages.limits.in_flight),
-        delayed: stages.and_then(|stages| stages.limits.delayed),
-        ..space.pins.clone()
-    };
+    let pins = pinned_as(of, space.pins);
     let meshes = Some(std::slice::from_ref(&of.degrees));
     let space = Space { pins: &pins, meshes, measure, ..*space };
     let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
@@ -112,6 +102,21 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     debug_assert!(found.iter().all(|own| kin(own) == kin(of)));
     let scale = exact.step.0 / estimate.step.0;
     Ok(found.into_iter().map(|own| (own.prediction.step.0 * scale, own)).collect())
+}
+
+/// Pins that leave of a candidate's choices its cuts and what is computed again open.
+pub(super) fn pinned_as(of: &Candidate, pins: &Pins) -> Pins {
+    let stages = of.stages.as_ref();
+    Pins {
+        zero: Some(of.zero),
+        microbatch: Some(of.degrees.microbatch),
+        overlap_chunks: Some(of.overlap_chunks),
+        schedule: stages.map(|stages| stages.schedule),
+        virtual_stages: stages.map(|stages| stages.per_stage),
+        in_flight: stages.and_then(|stages| stages.limits.in_flight),
+        delayed: stages.and_then(|stages| stages.limits.delayed),
+        ..pins.clone()
+    }
 }
 
 /// Of plans that fit and others that compute less again, and do not: what computes as little again as fits if bytes and

@@ -1,0 +1,52 @@
+//! Plans whose head is whole, where that of the fastest is cut.
+//!
+//! A head is cut by its tokens whatever the memory: less lives at a time, and what it takes is little in most models.
+//! Where it is not, as with few layers, and memory is left, the mesh is solved again with the head whole; programs tell
+//! which of the two is faster.
+
+use super::fitted::pinned_as;
+use super::overstated::NODES;
+use crate::cost::Machine;
+use crate::search::candidate::{Candidate, is_long, sort};
+use crate::search::choice::pins::Pins;
+use crate::search::enumerate::enumerate;
+use crate::search::error::PlanError;
+use crate::search::measure::CLOSE;
+use crate::search::space::Space;
+use crate::search::visit::Visited;
+use shardc_ir::Family;
+
+/// The share of a step from which on what cutting the head takes is looked at.
+const LEAST: f64 = 0.005;
+
+/// The candidate of another's mesh, ZeRO stage and schedule with the head whole, if that fits by its estimate and is not
+/// known to be slower; the other's programs take so many seconds.
+///
+/// # Errors
+/// A bug.
+pub(super) fn whole(of: &Candidate, step: f64, space: &Space<'_, '_>) -> Result<Option<Candidate>, PlanError> {
+    let is_open = space.pins.loss_chunks.is_none() && space.prepared.graph.node_count() <= NODES;
+    if !is_open || of.loss_chunks == 1 || is_long(of, space.request.batch) || again(of, space) < LEAST * step {
+        return Ok(None);
+    }
+    let pins = Pins { loss_chunks: Some(1), ..pinned_as(of, space.pins) };
+    let space = Space { pins: &pins, meshes: Some(std::slice::from_ref(&of.degrees)), ..*space };
+    let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
+        Err(error @ PlanError::Bug(_)) => return Err(error),
+        found => found.unwrap_or_default(),
+    };
+    sort(&mut found);
+    let is_alike = |own: &Candidate| own.degrees == of.degrees && own.offload == of.offload;
+    let may_win = |own: &Candidate| own.prediction.fits() && own.prediction.step.0 < CLOSE * of.prediction.step.0;
+    Ok(found.into_iter().find(|own| is_alike(own) && may_win(own)))
+}
+
+/// Seconds of a step in which the sums of a head's parts are read and written again, which a whole head does not.
+fn again(of: &Candidate, space: &Space<'_, '_>) -> f64 {
+    let graph = space.prepared.graph;
+    let sums = space.prepared.head.iter().flat_map(|head| head.sums(graph));
+    let bytes: u64 = sums.map(|(id, result)| graph.ty(graph.node(id).results[result]).bytes().0).sum();
+    let own = 2.0 * bytes as f64 / of.degrees.degree(Family::Tensor) as f64;
+    let times = (of.loss_chunks - 1) * of.mesh(space.request.batch).microbatches();
+    own * times as f64 / Machine::own(&space.cluster.device).bandwidth()
+}
