@@ -11,7 +11,13 @@ pub(crate) fn divisors(number: u64) -> Vec<u64> {
 /// The least divisor of a number that is at least so much; none, or more than the number, stays what it is.
 pub(crate) fn at_least(least: u64, number: u64) -> u64 {
     let most = number.checked_div(least).unwrap_or(0);
-    (1..=most).rev().find(|part| number.is_multiple_of(*part)).map_or(least, |part| number / part)
+    if most == 0 {
+        return least;
+    }
+    // Below the root by what divides, above it by what is left.
+    let (root, divides) = (number.isqrt(), |part: &u64| number.is_multiple_of(*part));
+    let low = (least..=root).find(divides);
+    low.or_else(|| (1..=most.min(root)).rev().find(divides).map(|part| number / part)).unwrap_or(least)
 }
 
 #[cfg(test)]
@@ -32,5 +38,11 @@ mod tests {
     fn the_least_is_no_less_than_asked() {
         let of_12 = [0, 1, 5, 6, 7, 12, 13].map(|least| at_least(least, 12));
         assert_eq!(of_12, [0, 1, 6, 6, 12, 12, 13]);
+        for number in 1..200 {
+            for least in 1..=number {
+                let found = divisors(number).into_iter().find(|divisor| *divisor >= least);
+                assert_eq!(Some(at_least(least, number)), found, "{least} of {number}");
+            }
+        }
     }
 }
