@@ -1,5 +1,13 @@
 //! The divisors of a number.
 
+use std::sync::LazyLock;
+
+/// Numbers below this one are asked for again and again, as numbers of copies.
+const FEW: u64 = 512;
+
+/// The divisors of each.
+static OF_FEW: LazyLock<Vec<Vec<u64>>> = LazyLock::new(|| (0..FEW).map(divisors).collect());
+
 /// All divisors, in order.
 pub(crate) fn divisors(number: u64) -> Vec<u64> {
     let root = number.isqrt();
@@ -10,14 +18,13 @@ pub(crate) fn divisors(number: u64) -> Vec<u64> {
 
 /// The least divisor of a number that is at least so much; none, or more than the number, stays what it is.
 pub(crate) fn at_least(least: u64, number: u64) -> u64 {
-    let most = number.checked_div(least).unwrap_or(0);
-    if most == 0 {
-        return least;
-    }
-    // Below the root by what divides, above it by what is left.
-    let (root, divides) = (number.isqrt(), |part: &u64| number.is_multiple_of(*part));
-    let low = (least..=root).find(divides);
-    low.or_else(|| (1..=most.min(root)).rev().find(divides).map(|part| number / part)).unwrap_or(least)
+    let below = |all: &[u64]| all.get(all.partition_point(|divisor| *divisor < least)).copied();
+    let found = match OF_FEW.get(number as usize) {
+        _ if least == 0 => None,
+        Some(all) => below(all),
+        None => below(&divisors(number)),
+    };
+    found.unwrap_or(least)
 }
 
 #[cfg(test)]

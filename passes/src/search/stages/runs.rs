@@ -111,12 +111,13 @@ impl<'a> Runs<'a> {
     fn ends(&self, pipeline: &Pipeline) -> Option<Arc<[Ends]>> {
         let Mesh { line, placed, .. } = self.mesh;
         let stages = placed.mesh.degree(Family::Pipeline);
-        let key = (order(pipeline), [stages, placed.microbatches]);
+        let (followed, round) = in_rounds(pipeline, stages, placed.microbatches);
+        let microbatches = self.mesh.followed(FOLLOWED * round, round);
+        let key = (order(&followed), [stages, microbatches]);
         if let Some(known) = lock(&line.ends).get(&key) {
             return Some(known.clone());
         }
-        let (followed, round) = in_rounds(pipeline, stages, placed.microbatches);
-        let steps = self.steps(&followed, self.mesh.followed(FOLLOWED * round, round), &|_| Lengths::EQUAL)?;
+        let steps = self.steps(&followed, microbatches, &|_| Lengths::EQUAL)?;
         let found: Arc<[Ends]> = Ends::of_chunks(&followed, &steps)?.into();
         lock(&line.ends).insert(key, found.clone());
         Some(found)
