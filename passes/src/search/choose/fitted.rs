@@ -86,16 +86,9 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     if is_whole && exact.fits() {
         return Ok(Vec::new());
     }
-    let pins = pinned_as(of, space.pins);
-    let meshes = Some(std::slice::from_ref(&of.degrees));
-    let space = Space { pins: &pins, meshes, measure, ..*space };
-    let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
-        Err(error @ PlanError::Bug(_)) => return Err(error),
-        found => found.unwrap_or_default(),
-    };
-    sort(&mut found);
+    let mut found = solved_again(of, &Space { measure, ..*space })?;
     let moves = |own: &Candidate| !own.offload.is_none();
-    found.retain(|own| own.degrees == of.degrees && moves(own) == moves(of) && own.prediction.fits());
+    found.retain(|own| moves(own) == moves(of) && own.prediction.fits());
     for own in &mut found {
         own.prediction.room = of.prediction.room;
     }
@@ -104,10 +97,14 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     Ok(found.into_iter().map(|own| (own.prediction.step.0 * scale, own)).collect())
 }
 
-/// Pins that leave of a candidate's choices its cuts and what is computed again open.
-pub(super) fn pinned_as(of: &Candidate, pins: &Pins) -> Pins {
+/// The candidates of a candidate's mesh, ZeRO stage and schedule, the best first: its cuts, and what is computed again, are
+/// open.
+///
+/// # Errors
+/// A bug.
+pub(super) fn solved_again(of: &Candidate, space: &Space<'_, '_>) -> Result<Vec<Candidate>, PlanError> {
     let stages = of.stages.as_ref();
-    Pins {
+    let pins = Pins {
         zero: Some(of.zero),
         microbatch: Some(of.degrees.microbatch),
         overlap_chunks: Some(of.overlap_chunks),
@@ -115,8 +112,16 @@ pub(super) fn pinned_as(of: &Candidate, pins: &Pins) -> Pins {
         virtual_stages: stages.map(|stages| stages.per_stage),
         in_flight: stages.and_then(|stages| stages.limits.in_flight),
         delayed: stages.and_then(|stages| stages.limits.delayed),
-        ..pins.clone()
-    }
+        ..space.pins.clone()
+    };
+    let space = Space { pins: &pins, meshes: Some(std::slice::from_ref(&of.degrees)), ..*space };
+    let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
+        Err(error @ PlanError::Bug(_)) => return Err(error),
+        found => found.unwrap_or_default(),
+    };
+    sort(&mut found);
+    found.retain(|own| own.degrees == of.degrees);
+    Ok(found)
 }
 
 /// Of plans that fit and others that compute less again, and do not: what computes as little again as fits if bytes and

@@ -4,16 +4,14 @@
 //! Where it is not, as with few layers, and memory is left, the mesh is solved again with the head whole; programs tell
 //! which of the two is faster.
 
-use super::fitted::pinned_as;
+use super::fitted::solved_again;
 use super::overstated::NODES;
 use crate::cost::Machine;
-use crate::search::candidate::{Candidate, is_long, sort};
+use crate::search::candidate::{Candidate, is_long};
 use crate::search::choice::pins::Pins;
-use crate::search::enumerate::enumerate;
 use crate::search::error::PlanError;
 use crate::search::measure::CLOSE;
 use crate::search::space::Space;
-use crate::search::visit::Visited;
 use shardc_ir::Family;
 
 /// The share of a step from which on what cutting the head takes is looked at.
@@ -29,16 +27,10 @@ pub(super) fn whole(of: &Candidate, step: f64, space: &Space<'_, '_>) -> Result<
     if !is_open || of.loss_chunks == 1 || is_long(of, space.request.batch) || again(of, space) < LEAST * step {
         return Ok(None);
     }
-    let pins = Pins { loss_chunks: Some(1), ..pinned_as(of, space.pins) };
-    let space = Space { pins: &pins, meshes: Some(std::slice::from_ref(&of.degrees)), ..*space };
-    let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
-        Err(error @ PlanError::Bug(_)) => return Err(error),
-        found => found.unwrap_or_default(),
-    };
-    sort(&mut found);
-    let is_alike = |own: &Candidate| own.degrees == of.degrees && own.offload == of.offload;
+    let pins = Pins { loss_chunks: Some(1), ..space.pins.clone() };
+    let found = solved_again(of, &Space { pins: &pins, ..*space })?;
     let may_win = |own: &Candidate| own.prediction.fits() && own.prediction.step.0 < CLOSE * of.prediction.step.0;
-    Ok(found.into_iter().find(|own| is_alike(own) && may_win(own)))
+    Ok(found.into_iter().find(|own| own.offload == of.offload && may_win(own)))
 }
 
 /// Seconds of a step in which the sums of a head's parts are read and written again, which a whole head does not.
