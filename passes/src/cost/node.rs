@@ -114,20 +114,16 @@ pub fn launches(op: &Op, operands: &[TensorType]) -> f64 {
     }
 }
 
-/// Whether an operation, or one of a region, sums over other dimensions than the last.
+/// Whether an operation sums over other dimensions than the last, or is a region that ends in sums.
 fn sums_columns(op: &Op, operands: &[TensorType]) -> bool {
-    let is_of = |op: &Op, operand: Option<&TensorType>| match op {
-        Op::Reduce(reduce) => operand.is_some_and(|ty| !reduce.dims.contains(&(ty.rank().saturating_sub(1)))),
-        _ => false,
-    };
     match op {
+        Op::Reduce(reduce) => operands.first().is_some_and(|ty| !reduce.dims.contains(&(ty.rank().saturating_sub(1)))),
         // The gradients of norms count such sums already.
-        Op::Fused(region) if region.steps.iter().any(|step| is_norm_gradient(&step.op)) => false,
-        Op::Fused(region) if region.steps.iter().any(|step| matches!(step.op, Op::Reduce(_))) => {
-            let values = region.values(operands);
-            region.steps.iter().any(|step| is_of(&step.op, step.operands.first().and_then(|at| values.get(*at))))
+        Op::Fused(region) => {
+            let any = |is: fn(&Op) -> bool| region.steps.iter().any(|step| is(&step.op));
+            any(|op| matches!(op, Op::Reduce(_))) && !any(is_norm_gradient)
         }
-        op => is_of(op, operands.first()),
+        _ => false,
     }
 }
 

@@ -324,14 +324,15 @@ pub fn remainder(column: usize, #[comptime] period: u32) -> usize {
     column % comptime!(period as usize)
 }
 
+/// The first row of a block's chunk of a sample, which has so many rows.
 #[cube]
-pub fn first_row(chunk: u32) -> usize {
-    (CUBE_POS_Y * chunk) as usize
+pub fn first_row(chunk: u32, rows: u32) -> usize {
+    CUBE_POS_Z as usize * rows as usize + (CUBE_POS_Y * chunk) as usize
 }
 
 #[cube]
 pub fn last_row(first: usize, chunk: u32, rows: u32) -> usize {
-    min(first + chunk as usize, rows as usize)
+    min(first + chunk as usize, (CUBE_POS_Z as usize + 1) * rows as usize)
 }
 
 /// How many groups of `rows` rows there are from `first` to `last`.
@@ -360,7 +361,7 @@ pub fn place(row: usize, columns: usize, column: usize) -> usize {
 /// The place of a block's partial sum.
 #[cube]
 pub fn partial_place(columns: usize, column: usize) -> usize {
-    CUBE_POS_Y as usize * columns + column
+    (CUBE_POS_Z as usize * CUBE_COUNT_Y as usize + CUBE_POS_Y as usize) * columns + column
 }
 
 #[cube]
@@ -399,53 +400,89 @@ pub fn joined_sum(sum: PackF32, #[comptime] joined: Joined, #[comptime] threads:
     all
 }
 
-/// Columns that a block of [`sum_partials()`] adds up.
-pub const PARTIAL_COLUMNS: u32 = 16;
+/// Columns that a block of [`sum_partials()`] adds up at a time.
+const PARTIAL_COLUMNS: u32 = 16;
 
 /// Units that share a column there.
-pub const PARTIAL_ROWS: u32 = 32;
+const PARTIAL_ROWS: u32 = 32;
 
-/// `y = sum of the rows of x`, which is `[rows, columns]`, if the block's second index is `part`; in a fixed order.
-/// The grid is (columns / [`PARTIAL_COLUMNS`], parts), the block [`PARTIAL_ROWS`] x [`PARTIAL_COLUMNS`] units.
+/// The units of such a block.
+pub const PARTIAL_UNITS: u32 = PARTIAL_ROWS * PARTIAL_COLUMNS;
+
+/// The columns of such a block, where a sum is over so many `beside` each other: all of some sums.
+pub const fn partial_tile(beside: u32) -> u32 {
+    let sums = PARTIAL_COLUMNS / beside;
+    if sums > 1 { sums * beside } else { beside }
+}
+
+/// What a unit of [`sum_partials()`] adds up: some rows of every so many columns up to the `last`.
 #[cube]
-pub fn sum_partials(x: &Array<f32>, y: &mut Array<f32>, rows: u32, columns: u32, #[comptime] part: u32) {
-    let units = comptime!((PARTIAL_ROWS * PARTIAL_COLUMNS) as usize);
+fn partial_sum(x: &Array<f32>, first: usize, last: usize, rows: usize, columns: usize) -> f32 {
     let side = comptime!(PARTIAL_COLUMNS as usize);
+    let unit = UNIT_POS as usize;
+    let start = CUBE_POS_Z as usize * rows;
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let column = RuntimeCell::<usize>::new(first + unit % side);
+    while column.read() < last {
+        let row = RuntimeCell::<usize>::new(unit / side);
+        while row.read() < rows {
+            // Eight numbers are on their way at once.
+            let mut next = Array::<f32>::new(8usize);
+            #[unroll]
+            for ahead in 0..8usize {
+                let at = row.read() + ahead * comptime!(PARTIAL_ROWS as usize);
+                next[ahead] = select(at < rows, x[(start + min(at, rows - 1)) * columns + column.read()], 0.0f32);
+            }
+            #[unroll]
+            for ahead in 0..8usize {
+                sum.store(sum.read() + next[ahead]);
+            }
+            row.store(row.read() + comptime!(8 * PARTIAL_ROWS as usize));
+        }
+        column.store(column.read() + side);
+    }
+    sum.read()
+}
+
+/// The sums over the rows of each sample of `x`, which is `[samples, rows, columns]`, and over `beside` columns each, if
+/// the block's second index is `part`; in a fixed order. The grid is (columns / [`partial_tile()`], parts, samples), the
+/// block [`PARTIAL_UNITS`].
+#[cube]
+pub fn sum_partials(
+    x: &Array<f32>,
+    y: &mut Array<f32>,
+    rows: u32,
+    columns: u32,
+    #[comptime] part: u32,
+    #[comptime] beside: u32,
+) {
+    let side = comptime!(PARTIAL_COLUMNS as usize);
+    let (tile, wide) = comptime!((partial_tile(beside) as usize, beside as usize));
     if CUBE_POS_Y == part {
         let unit = UNIT_POS as usize;
-        let column = CUBE_POS_X as usize * side + unit % side;
         let columns = columns as usize;
-        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
-        if column < columns {
-            let rows = rows as usize;
-            let row = RuntimeCell::<usize>::new(unit / side);
-            while row.read() < rows {
-                // Eight numbers are on their way at once.
-                let mut next = Array::<f32>::new(8usize);
-                #[unroll]
-                for ahead in 0..8usize {
-                    let at = row.read() + ahead * comptime!(PARTIAL_ROWS as usize);
-                    next[ahead] = select(at < rows, x[min(at, rows - 1) * columns + column], 0.0f32);
-                }
-                #[unroll]
-                for ahead in 0..8usize {
-                    sum.store(sum.read() + next[ahead]);
-                }
-                row.store(row.read() + comptime!(8 * PARTIAL_ROWS as usize));
-            }
-        }
-        let mut shared = SharedMemory::<f32>::new(units);
-        shared[unit] = sum.read();
+        let first = CUBE_POS_X as usize * tile;
+        let mut shared = SharedMemory::<f32>::new(comptime!(PARTIAL_UNITS as usize));
+        shared[unit] = partial_sum(x, first, min(first + tile, columns), rows as usize, columns);
         sync_cube();
         if unit < side {
-            if column < columns {
-                let total = RuntimeCell::<f32>::new(shared[unit]);
-                #[unroll]
-                for row in 1..comptime!(PARTIAL_ROWS as usize) {
-                    total.store(total.read() + shared[row * side + unit]);
-                }
-                y[column] = total.read();
+            let total = RuntimeCell::<f32>::new(shared[unit]);
+            #[unroll]
+            for row in 1..comptime!(PARTIAL_ROWS as usize) {
+                total.store(total.read() + shared[row * side + unit]);
             }
+            shared[unit] = total.read();
+        }
+        sync_cube();
+        let (sums, own) = (columns / wide, first / wide + unit);
+        if unit < comptime!(tile / wide) && own < sums {
+            let each = comptime!(wide.min(side));
+            let total = RuntimeCell::<f32>::new(shared[unit * each]);
+            #[unroll]
+            for next in 1..each {
+                total.store(total.read() + shared[unit * each + next]);
+            }
+            y[CUBE_POS_Z as usize * sums + own] = total.read();
         }
     }
 }

@@ -1,11 +1,11 @@
 //! The kernel of a region, put together step by step from the functions of [`super::pack`].
 //!
-//! A region is about a tensor of rows. A block takes some vectors of columns and a chunk of rows, one group of
-//! rows after the other: a unit keeps its vectors of the group in registers, in f32, from the first step to the
-//! last. So what a step makes of what another made is neither written nor rounded. While a group is worked
-//! on the next one is on its way. Sums over rows meet in shared memory, those of a group together; sums over
-//! columns stay in registers to the end of the chunk, and the sums of chunks are added by another kernel in a
-//! fixed order.
+//! A region is about a tensor of rows, those of one sample after the other. A block takes some vectors of columns and a
+//! chunk of a sample's rows, one group of rows after the other: a unit keeps its vectors of the group in registers, in
+//! f32, from the first step to the last. So what a step makes of what another made is neither written nor rounded.
+//! While a group is worked on the next one is on its way. Sums over rows meet in shared memory, those of a group
+//! together; sums over columns stay in registers to the end of the chunk, and the sums of chunks are added by another
+//! kernel in a fixed order.
 
 use super::elementwise::Pair;
 use super::norm::{Rows, layer_norm, norm_grad, rms_norm};
@@ -29,7 +29,8 @@ pub enum Class {
     Spread(Spread),
     /// One number.
     Scalar,
-    /// The sum over the rows, a number per column; only a result.
+    /// The sum over the rows of each sample, and over as many columns beside each other as the result lacks; only a
+    /// result.
     ColumnSum,
 }
 
@@ -159,14 +160,15 @@ struct Columns {
 }
 
 impl Region {
-    /// The body of the kernel. Its unsigned scalars are the rows, the vectors of a row and the rows of a chunk.
+    /// The body of the kernel. Its unsigned scalars are the rows of a sample, the vectors of a row and the rows of a chunk;
+    /// the grid is (tiles of columns, chunks, samples).
     pub fn define(&self, d: &mut Definition) {
         let inputs: Vec<Buffer> = self.operands.iter().map(|port| input(d, *port)).collect();
         let outputs: Vec<Buffer> = self.results.iter().map(|port| output(d, *port)).collect();
         let (rows, columns, chunk) = (d.number(), d.number(), d.number());
         let scope = d.scope();
         let columns = self.columns(scope, columns);
-        let first = pack::first_row::expand(scope, chunk.clone());
+        let first = pack::first_row::expand(scope, chunk.clone(), rows.clone());
         let last = pack::last_row::expand(scope, first.clone(), chunk, rows);
         let begins = self.readable(scope, &first, 0usize.into(), &last);
         let mut kept: Vec<Option<Value>> = vec![None; self.values];

@@ -1,14 +1,19 @@
 //! Regions: which can be one kernel, and how its blocks lie over the rows. Norms are regions of one step. Where rows
 //! are narrower than a block and know nothing of each other's ends, several are joined to one as wide as a block.
+//!
+//! A region that ends in sums lies by them: the dimensions that they begin with are its rows, those before are samples,
+//! those behind are columns. Blocks leave sums over chunks of a sample's rows, of which one more launch adds up those of
+//! the chunks, and of columns beside each other where these are summed too.
 
-use super::cut::{Cut, LIMIT};
+use super::cut::{Cut, LIMIT, MOST_BLOCKS};
 use super::{Arg, OP, RES, Select, THREADS, lanes};
 use crate::cuda::kernel::Kernel;
-use crate::cuda::kernels::pack::{PARTIAL_COLUMNS, PARTIAL_ROWS, sum_partials};
+use crate::cuda::kernels::pack::{PARTIAL_UNITS, partial_tile, sum_partials};
 use crate::cuda::kernels::region::{Class, Joined, Port, Region, Spread, Step};
 use shardc_ir::ops::{Broadcast, Fused, FusedStep, Op, ReduceOp};
 use shardc_ir::{DType, TensorType};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// Multiprocessors of a large device.
 const PROCESSORS: u64 = 132;
@@ -26,26 +31,47 @@ const MOST_SUMS: usize = 8;
 /// Units of a block where every unit minds its own columns.
 const TILE: u64 = 128;
 
+/// The fewest rows of a sample whose sums are worth their own partial ones, and the most partial ones of one sum.
+const FEWEST_ROWS: u64 = 8;
+const MOST_PARTIAL: u64 = 1 << 16;
+
 /// Whether a region on these types is one kernel.
 pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
+    let Ok(sorted) = Sorted::new(region, operands) else { return false };
+    let Ok(buffers) = sorted.buffers(region, operands.len()) else { return false };
     let fits = |sorted: &Sorted| match row_sums(region, sorted) {
         Some(tensors) => tensors.len() <= MOST_SUMS && sorted.types[tensors[0]].elements() < 1 << 31,
+        None if region.steps.iter().all(|step| matches!(step.op, Op::Reduce(_))) => false,
         None => sorted.spreads().next().is_none() || sorted.most_bytes() < LIMIT,
     };
-    let sorted = Sorted::new(region, operands);
-    sorted.is_ok_and(|sorted| sorted.buffers(region, operands.len()).is_ok() && fits(&sorted))
+    fits(&sorted) && sorted.sums_fast(&buffers)
 }
 
 /// Per result, the operand of whose rows it is the sum, if the region is nothing but such sums of one element type.
 fn row_sums(region: &Fused, sorted: &Sorted) -> Option<Vec<usize>> {
     let first = region.results.first().copied()?;
+    let rows = 0..sorted.shape.len() - 1;
     let operand = |(index, step): (usize, &FusedStep)| match (&step.op, &step.operands[..]) {
+        (Op::Reduce(op), [_]) if op.dims.iter().copied().ne(rows.clone()) => None,
         (Op::Reduce(_), [operand]) if *operand < first && region.results.get(index) == Some(&(first + index)) => {
             (sorted.types[*operand] == sorted.types[0]).then_some(*operand)
         }
         _ => None,
     };
     region.steps.iter().enumerate().map(operand).collect()
+}
+
+/// The dimensions that the sums of a region begin with, as far as they have them in common; all but the last without sums.
+fn rows(region: &Fused, last: usize) -> Range<usize> {
+    let of = |step: &FusedStep| match &step.op {
+        Op::Reduce(op) => {
+            let start = op.dims.first().copied().unwrap_or(last).min(last);
+            let length = op.dims.iter().zip(start..last).take_while(|(dim, at)| *dim == at).count();
+            Some(start..start + length)
+        }
+        _ => None,
+    };
+    region.steps.iter().filter_map(of).min_by_key(|rows| rows.end).unwrap_or(0..last)
 }
 
 /// How a copy of a smaller value lies over the elements of the larger one, if it is at most two parts of it that come again.
@@ -71,12 +97,18 @@ struct Buffers {
     main: DType,
 }
 
+fn is_norm(op: &Op) -> bool {
+    matches!(op, Op::LayerNorm(_) | Op::RmsNorm(_) | Op::LayerNormGrad(_) | Op::RmsNormGrad(_))
+}
+
 /// The values of a region, and how each lies.
 struct Sorted {
     types: Vec<TensorType>,
     classes: Vec<Option<Class>>,
     /// The shape of what lies along rows and columns.
     shape: Vec<u64>,
+    /// The dimensions that are rows of a sample; those behind are columns.
+    rows: Range<usize>,
     steps: Vec<Step>,
 }
 
@@ -92,7 +124,8 @@ impl Sorted {
         if shape.is_empty() {
             return Err("a number has no rows".to_string());
         }
-        let mut sorted = Self { types, classes, shape, steps: Vec::new() };
+        let rows = rows(region, shape.len() - 1);
+        let mut sorted = Self { types, classes, shape, rows, steps: Vec::new() };
         let mut first = operands.len();
         for step in &region.steps {
             sorted.step(step, first)?;
@@ -103,12 +136,11 @@ impl Sorted {
 
     fn step(&mut self, step: &FusedStep, first: usize) -> Result<(), String> {
         use Class::{Column, ColumnSum, Full, Row, Scalar};
-        let last = self.shape.len() - 1;
+        let (last, end) = (self.shape.len() - 1, self.rows.end);
+        let is_column = |value: &usize| end > 0 && self.types[*value].rank() == self.shape.len() - end;
         let (takes, makes): (Vec<Class>, Vec<Class>) = match &step.op {
             // Of what all rows read.
-            Op::Cast(_) if last > 0 && step.operands.iter().all(|value| self.types[*value].rank() == 1) => {
-                (vec![Column], vec![Column])
-            }
+            Op::Cast(_) if step.operands.iter().all(is_column) => (vec![Column], vec![Column]),
             Op::Unary(_) | Op::UnaryGrad(_) | Op::Affine(_) | Op::Cast(_) | Op::Swiglu(_) | Op::SwigluGrad(_) => {
                 (vec![Full; step.operands.len()], vec![Full; step.results.len()])
             }
@@ -117,14 +149,13 @@ impl Sorted {
                 (step.operands.iter().map(class).collect(), vec![Full])
             }
             Op::Broadcast(_) if self.types[step.operands[0]].rank() == 0 => (vec![Scalar], vec![Full]),
-            Op::Broadcast(op) if op.dims == [last] => (vec![Column], vec![Full]),
+            Op::Broadcast(op) if op.dims.iter().copied().eq(end..=last) => (vec![Column], vec![Full]),
             Op::Broadcast(op) => {
                 let of = spread(op, &self.types[step.operands[0]].shape, &self.shape);
                 (vec![Class::Spread(of.ok_or("copies of more than two parts")?)], vec![Full])
             }
-            Op::Reduce(op) if op.kind == ReduceOp::Sum && op.dims.iter().copied().eq(0..last) => {
-                (vec![Full], vec![ColumnSum])
-            }
+            Op::Reduce(op) if op.kind == ReduceOp::Sum && self.adds_up(&op.dims) => (vec![Full], vec![ColumnSum]),
+            op if self.rows != (0..last) && is_norm(op) => return Err("a norm of rows that are not summed".to_string()),
             Op::LayerNorm(_) => (vec![Full, Column, Column], vec![Full, Row, Row]),
             Op::RmsNorm(_) => (vec![Full, Column], vec![Full, Row]),
             Op::LayerNormGrad(_) => (vec![Full, Full, Column, Row, Row], vec![Full, ColumnSum, ColumnSum]),
@@ -138,14 +169,22 @@ impl Sorted {
         Ok(())
     }
 
+    /// Whether a sum over some dimensions is one over all rows of each sample, and over columns beside each other, if over
+    /// any.
+    fn adds_up(&self, dims: &[usize]) -> bool {
+        let (rows, rank) = (self.rows.clone(), self.shape.len());
+        let beside = rank - dims.len().saturating_sub(rows.len())..rank;
+        !rows.is_empty() && rows.end <= beside.start && dims.iter().copied().eq(rows.chain(beside))
+    }
+
     fn put(&mut self, value: usize, class: Class) -> Result<(), String> {
-        let (rows, columns) = self.shape.split_at(self.shape.len() - 1);
+        let (rows, columns) = self.shape.split_at(self.rows.end);
         let ty = &self.types[value];
         let shape = match class {
             Class::Full => &self.shape[..],
-            Class::Spread(_) => &ty.shape[..],
+            Class::Spread(_) | Class::ColumnSum => &ty.shape[..],
             Class::Row => rows,
-            Class::Column | Class::ColumnSum => columns,
+            Class::Column => columns,
             Class::Scalar => &[],
         };
         let is_f32 = ty.dtype == DType::F32 || !matches!(class, Class::Row | Class::ColumnSum);
@@ -185,6 +224,46 @@ impl Sorted {
         self.classes.iter().filter_map(of)
     }
 
+    /// Samples, the rows of each, and columns.
+    fn sizes(&self) -> [u64; 3] {
+        [0..self.rows.start, self.rows.clone(), self.rows.end..self.shape.len()]
+            .map(|dims| self.shape[dims].iter().product())
+    }
+
+    /// Of how many columns beside each other a value is the sum.
+    fn beside(&self, value: usize) -> u64 {
+        let [samples, _, columns] = self.sizes();
+        (samples * columns / self.types[value].elements().max(1)).max(1)
+    }
+
+    /// Whether the sums are over all rows and nothing else, or enough rows are added up by blocks without idle units to
+    /// leave little to be added up.
+    fn sums_fast(&self, buffers: &Buffers) -> bool {
+        let [samples, rows, _] = self.sizes();
+        let sums = buffers.results.iter().filter(|port| port.class == Class::ColumnSum);
+        let most = sums.map(|port| self.beside(port.value)).max().unwrap_or(1);
+        let layout = self.layout(buffers);
+        let (vectors, chunks) = (layout.columns / layout.width as u64, layout.chunks());
+        let is_filled = rows >= FEWEST_ROWS && vectors >= WARP && samples <= MOST_BLOCKS;
+        samples == 1 && most == 1 || is_filled && chunks * most <= MOST_PARTIAL
+    }
+
+    /// How blocks lie where these are read and written.
+    fn layout(&self, buffers: &Buffers) -> Layout {
+        let full = |ports: &[Port]| -> Vec<DType> {
+            let full = ports.iter().filter(|port| port.class == Class::Full);
+            full.map(|port| self.types[port.value].dtype).collect()
+        };
+        let (reads, writes) = (full(&buffers.operands), full(&buffers.results));
+        let (moving, all) = (reads.len(), [reads, writes].concat());
+        let [samples, rows, columns] = self.sizes();
+        let is_flat = ![Class::Row, Class::Column, Class::ColumnSum].into_iter().any(|class| self.has(class));
+        match is_flat {
+            true => Layout::flat(samples * rows * columns, self.lanes(lanes(&all, &[samples * rows * columns]))),
+            false => Layout::new(self, moving, self.lanes(lanes(&all, &[columns]))),
+        }
+    }
+
     /// Bytes of the largest value.
     fn most_bytes(&self) -> u64 {
         self.types.iter().map(|ty| ty.bytes().0).max().unwrap_or(0)
@@ -206,6 +285,8 @@ impl Sorted {
 
 /// How blocks lie over the rows.
 struct Layout {
+    samples: u64,
+    /// Rows of a sample.
     rows: u64,
     columns: u64,
     /// Rows of the tensor that are one here.
@@ -225,9 +306,8 @@ struct Layout {
 impl Layout {
     /// `width` elements to a vector; rows come from `moving` tensors.
     fn new(sorted: &Sorted, moving: usize, width: usize) -> Self {
-        let elements: u64 = sorted.shape.iter().product();
-        let columns = sorted.shape[sorted.shape.len() - 1];
-        let (rows, vectors) = (elements / columns.max(1), columns / width as u64);
+        let [samples, rows, columns] = sorted.sizes();
+        let vectors = columns / width as u64;
         let (is_norm, has_sums) = (sorted.has(Class::Row), sorted.has(Class::ColumnSum));
         // Rows that know nothing of each other's ends are one where a row has less than a block does at a time.
         let joined = match is_norm {
@@ -258,19 +338,18 @@ impl Layout {
             (false, _) => (1024, 1),
         };
         let sharing = (resident / threads).clamp(1, 16);
-        let blocks = PROCESSORS * sharing / tiles;
+        let blocks = PROCESSORS * sharing / tiles / samples.max(1);
         let chunk = rows.div_ceil(blocks.clamp(1, rows.max(1))).max(1);
         let group = chunk.min(together);
         let chunk = chunk.next_multiple_of(group);
-        let cut = Cut {
-            grid: [tiles as u32, 1, 1],
-            axis: 1,
-            per_unit: chunk,
-            per_block: chunk,
-            number: Some(0),
-            ..Cut::rows(rows)
+        let grid = [tiles as u32, rows.div_ceil(chunk) as u32, 1];
+        // A launch takes some of the samples, or some chunks of the only one.
+        let cut = match samples {
+            1 => Cut { grid, axis: 1, per_unit: chunk, per_block: chunk, number: Some(0), ..Cut::rows(rows) },
+            _ => Cut { grid, axis: 2, ..Cut::rows(samples) },
         };
         Self {
+            samples,
             rows,
             columns,
             joined,
@@ -288,7 +367,13 @@ impl Layout {
     fn flat(elements: u64, width: usize) -> Self {
         let cut = Cut { number: Some(1), ..Cut::vectors(elements / width as u64, THREADS) };
         let (columns, threads) = (elements, THREADS);
-        Self { rows: 1, columns, joined: 1, width, threads, packs: 1, group: 1, sharing: None, chunk: 1, cut }
+        let (packs, group) = (1, 1);
+        Self { samples: 1, rows: 1, columns, joined: 1, width, threads, packs, group, sharing: None, chunk: 1, cut }
+    }
+
+    /// Chunks of a sample.
+    fn chunks(&self) -> u64 {
+        self.rows.div_ceil(self.chunk)
     }
 }
 
@@ -303,23 +388,13 @@ impl Select<'_> {
 
     pub(super) fn region(&mut self, op: &Fused) -> Result<(), String> {
         let sorted = Sorted::new(op, self.operands)?;
-        let Buffers { operands, results, main } = sorted.buffers(op, self.operands.len())?;
+        let buffers = sorted.buffers(op, self.operands.len())?;
         if let Some(tensors) = row_sums(op, &sorted) {
             self.row_sums(&tensors);
             return Ok(());
         }
-        let full = operands.iter().chain(&results).filter(|port| port.class == Class::Full);
-        let full: Vec<DType> = full.map(|port| sorted.types[port.value].dtype).collect();
-        let has = |class| sorted.has(class);
-        let is_flat = !has(Class::Row) && !has(Class::Column) && !has(Class::ColumnSum);
-        let elements: u64 = sorted.shape.iter().product();
-        let layout = match is_flat {
-            true => Layout::flat(elements, sorted.lanes(lanes(&full, &[elements]))),
-            false => {
-                let moving = operands.iter().filter(|port| port.class == Class::Full).count();
-                Layout::new(&sorted, moving, sorted.lanes(lanes(&full, &sorted.shape[sorted.shape.len() - 1..])))
-            }
-        };
+        let layout = sorted.layout(&buffers);
+        let Buffers { operands, results, main } = buffers;
         let region = Region {
             operands,
             results,
@@ -332,23 +407,26 @@ impl Select<'_> {
                 let period = (layout.columns / layout.joined / layout.width as u64) as u32;
                 Joined { rows: layout.joined as u32, period, width: layout.width }
             }),
-            steps: sorted.steps,
+            steps: sorted.steps.clone(),
         };
-        self.launch_region(region, main, &sorted.types, &layout);
+        self.launch_region(region, main, &sorted, &layout);
         Ok(())
     }
 
-    fn launch_region(&mut self, region: Region, main: DType, types: &[TensorType], layout: &Layout) {
-        let (chunks, columns) = (layout.rows.div_ceil(layout.chunk), layout.columns / layout.joined);
-        let mut sums: Vec<(Arg, Arg)> = Vec::new();
+    fn launch_region(&mut self, region: Region, main: DType, sorted: &Sorted, layout: &Layout) {
+        let (chunks, columns) = (layout.chunks(), layout.columns / layout.joined);
+        // By over how many columns they are.
+        let mut sums: BTreeMap<u64, Vec<(Arg, Arg)>> = BTreeMap::new();
         let mut buffers = Vec::new();
+        // A unit of a launch is a chunk, or all of a sample.
+        let (rows, left) = if layout.cut.axis == 2 { (layout.rows, chunks) } else { (layout.chunk, 1) };
         let bytes = |port: &Port| {
-            let size = types[port.value].dtype.size();
+            let size = sorted.types[port.value].dtype.size();
             match port.class {
                 Class::Full if layout.cut.axis == 0 => layout.width as u64 * size,
-                Class::Full => layout.chunk * layout.columns * size,
-                Class::Row => layout.chunk * size,
-                Class::ColumnSum => columns * size,
+                Class::Full => rows * layout.columns * size,
+                Class::Row => rows * size,
+                Class::ColumnSum => left * columns * size,
                 Class::Column | Class::Spread(_) | Class::Scalar => 0,
             }
         };
@@ -356,8 +434,8 @@ impl Select<'_> {
         for (index, port) in region.results.iter().enumerate() {
             let to = match port.class {
                 Class::ColumnSum => {
-                    let partial = self.scratch(chunks * columns * 4);
-                    sums.push((partial, RES(index)));
+                    let partial = self.scratch(layout.samples * chunks * columns * 4);
+                    sums.entry(sorted.beside(port.value)).or_default().push((partial, RES(index)));
                     partial
                 }
                 _ => RES(index),
@@ -375,25 +453,25 @@ impl Select<'_> {
             None => kernel,
         };
         self.launch_cut(kernel, &buffers, numbers, Vec::new(), layout.cut);
-        self.sum_partials(&sums, chunks, columns);
+        for (beside, sums) in sums {
+            self.sum_partials(&sums, [layout.samples, chunks, columns], beside as u32);
+        }
     }
 
-    /// Adds up the rows of partial sums.
-    pub(super) fn sum_partials(&mut self, sums: &[(Arg, Arg)], rows: u64, columns: u64) {
-        if sums.is_empty() {
-            return;
-        }
+    /// Adds up the partial sums of each sample, and those of columns `beside` each other; each of them is
+    /// `[samples, rows, columns]`.
+    pub(super) fn sum_partials(&mut self, sums: &[(Arg, Arg)], [samples, rows, columns]: [u64; 3], beside: u32) {
         let parts = sums.len() as u32;
-        let kernel = Kernel::new("sum_partials", &[], 1, PARTIAL_ROWS * PARTIAL_COLUMNS, &parts, move |d| {
+        let kernel = Kernel::new("sum_partials", &[], 1, PARTIAL_UNITS, &(parts, beside), move |d| {
             let from: Vec<_> = (0..parts).map(|_| d.input::<f32>()).collect();
             let to: Vec<_> = (0..parts).map(|_| d.output::<f32>()).collect();
             let (rows, columns) = (d.number(), d.number());
             for (part, (from, to)) in from.into_iter().zip(to).enumerate() {
-                sum_partials::expand(d.scope(), from, to, rows.clone(), columns.clone(), part as u32);
+                sum_partials::expand(d.scope(), from, to, rows.clone(), columns.clone(), part as u32, beside);
             }
         });
         let buffers = sums.iter().map(|(from, _)| *from).chain(sums.iter().map(|(_, to)| *to)).collect();
-        let grid = [columns.div_ceil(u64::from(PARTIAL_COLUMNS)) as u32, parts, 1];
+        let grid = [columns.div_ceil(u64::from(partial_tile(beside))) as u32, parts, samples as u32];
         self.launch(kernel, buffers, vec![rows as u32, columns as u32], Vec::new(), grid);
     }
 }

@@ -184,7 +184,7 @@ impl Select<'_> {
         let buffers = from.into_iter().chain(partial.iter().copied()).collect();
         self.launch(kernel, buffers, numbers, Vec::new(), [tiles as u32, chunks as u32, parts]);
         let sums: Vec<(Arg, Arg)> = partial.into_iter().enumerate().map(|(index, from)| (from, RES(index))).collect();
-        self.sum_partials(&sums, chunks, columns);
+        self.sum_partials(&sums, [1, chunks, columns], 1);
     }
 
     /// Folds rows of `[outer, length]`; a single long row in two passes.

@@ -138,6 +138,90 @@ fn copies_in_regions() {
     assert!(!crate::CudaTarget.fuses(&region, &[long.clone(), t(&[2, 2, 2])]));
 }
 
+/// Sums over the rows of each sample, and over columns beside each other: as a norm over groups of channels makes them,
+/// forward and backward.
+#[test]
+fn sums_of_samples() {
+    let Some(client) = client() else { return };
+    let binary = |kind: BinaryKind| Binary { kind };
+    let shapes = [
+        [16, 64, 32, 2],
+        [3, 50, 8, 2],
+        [1, 1000, 3, 16],
+        [3, 1001, 5, 3],
+        [2, 128, 3, 40],
+        [2, 9, 1, 2500],
+        [1, 7, 4, 3],
+        [1200, 8, 2, 16],
+    ];
+    for shape in shapes {
+        let x = t(&shape);
+        let kept =
+            |dims: &[usize]| t(&(0..4).filter(|dim| !dims.contains(dim)).map(|dim| shape[dim]).collect::<Vec<_>>());
+        let sum = |dims: &[usize], from: usize| {
+            let op = Reduce { kind: ReduceOp::Sum, dims: dims.to_vec() };
+            step(op, &[from], std::slice::from_ref(&kept(dims)))
+        };
+        let all: [&[usize]; 7] = [&[1, 3], &[1], &[1, 2], &[1, 2, 3], &[0, 1], &[0, 1, 3], &[0, 1, 2, 3]];
+        for dims in all {
+            // What is summed is written, or is not; a second sum of as many dimensions, or of more.
+            let steps = vec![step(binary(BinaryKind::Mul), &[0, 1], &[x.clone()]), sum(dims, 2)];
+            check(&client, Fused { steps, results: vec![3] }, &[x.clone(), x.clone()], &[kept(dims)], 1);
+            let last = [&dims[..dims.len() - usize::from(dims.ends_with(&[3]))], &[3]].concat();
+            let steps = vec![
+                step(Broadcast { dims: vec![0, 2] }, &[1], &[x.clone()]),
+                step(binary(BinaryKind::Sub), &[0, 3], &[x.clone()]),
+                step(Broadcast { dims: vec![3] }, &[2], &[x.clone()]),
+                step(binary(BinaryKind::Mul), &[4, 5], &[x.clone()]),
+                sum(dims, 6),
+                sum(dims, 4),
+                sum(&last, 4),
+            ];
+            let types = [x.clone(), t(&[shape[0], shape[2]]), t(&shape[3..])];
+            let made = [x.clone(), kept(dims), kept(dims), kept(&last)];
+            check(&client, Fused { steps, results: vec![4, 7, 8, 9] }, &types, &made, 1);
+        }
+        // What is the same in all rows has an element for each channel of each group.
+        let columns = t(&shape[2..]);
+        let steps = vec![
+            step(shardc_ir::ops::Cast {}, &[1], &[columns.clone()]),
+            step(Broadcast { dims: vec![2, 3] }, &[2], &[x.clone()]),
+            step(binary(BinaryKind::Mul), &[0, 3], &[x.clone()]),
+            sum(&[1, 3], 4),
+        ];
+        check(&client, Fused { steps, results: vec![5] }, &[x.clone(), columns], &[kept(&[1, 3])], 1);
+    }
+    // Several launches of some samples each.
+    let (x, made) = (t(&[16, 64, 32, 2]), t(&[16, 32]));
+    let steps = vec![
+        step(binary(BinaryKind::Mul), &[0, 1], &[x.clone()]),
+        step(Reduce { kind: ReduceOp::Sum, dims: vec![1, 3] }, &[2], &[made.clone()]),
+    ];
+    let region = Fused { steps, results: vec![2, 3] };
+    check_within(&client, region, &[x.clone(), x.clone()], &[x.clone(), made], 1, x.bytes().0 / 3);
+}
+
+/// A sum over groups ends a region where that is fast: of many rows, in full blocks, of few columns.
+#[test]
+fn sums_of_samples_that_are_slow_are_refused() {
+    let fuses = |shape: &[u64], dims: &[usize]| {
+        let x = TensorType::new(DType::Bf16, shape);
+        let kept: Vec<u64> = (0..shape.len()).filter(|dim| !dims.contains(dim)).map(|dim| shape[dim]).collect();
+        let sum = Reduce { kind: ReduceOp::Sum, dims: dims.to_vec() };
+        let steps = vec![step(Binary { kind: BinaryKind::Mul }, &[0, 1], &[x.clone()]), step(sum, &[2], &[t(&kept)])];
+        crate::CudaTarget.fuses(&Fused { steps, results: vec![3] }, &[x.clone(), x])
+    };
+    for (pixels, of) in [(65_536, 2), (16_384, 4), (4096, 8), (1024, 16), (256, 32)] {
+        assert!(fuses(&[16, pixels, 32, of], &[1, 3]), "{pixels} pixels");
+    }
+    assert!(fuses(&[48, 256, 256], &[1, 2]) && fuses(&[4096, 8, 64], &[0]));
+    // Few rows; blocks of which most units are idle; all that is left of many columns is one sum; samples beyond a grid.
+    assert!(!fuses(&[4096, 4, 32, 32], &[1, 3]) && !fuses(&[16, 9801, 32, 2], &[1, 3]));
+    assert!(!fuses(&[16, 256, 256], &[0, 1, 2]) && !fuses(&[100_000, 8, 32, 8], &[1, 3]));
+    // Rows themselves, and a middle dimension that is kept between two that are summed behind it.
+    assert!(!fuses(&[64, 1024], &[1]) && !fuses(&[16, 1024, 4, 8, 8], &[1, 3]));
+}
+
 #[test]
 fn what_is_no_region_is_refused() {
     let (x, d) = (t(&[8, 16]), t(&[16]));
