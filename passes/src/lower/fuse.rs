@@ -3,8 +3,9 @@
 //! Between two kernels a value is written to memory and read again. An operation therefore joins the one
 //! that makes an operand of it, if the target has a kernel for both together: a residual's sum joins the
 //! derivative of the norm before it, the gradient of a bias joins what it is the sum of. What the pair
-//! then is joins others in the same way, and what is made for that operation alone comes with it. Operations on small
-//! values share a launch with those before them. No pattern is listed here: the target says what it can fuse.
+//! then is joins others in the same way, and what is made for that operation alone comes with it. A sum joins
+//! a region that reads the same value and ends in sums; operations on small values share a launch with those before
+//! them. No pattern is listed here: the target says what it can fuse.
 //!
 //! A region runs where its first operation stood, so the others move up, past everything that they do not depend on; or,
 //! if one of those waits for what comes later (a bias that is gathered), where the last one stood, and the others move
@@ -57,6 +58,8 @@ struct Regions {
     waits: Vec<Option<usize>>,
     /// By what they wait for, where the last regions of small values run.
     small: FxHashMap<Option<usize>, usize>,
+    /// By what they read, the last sum in a region that does.
+    sums: FxHashMap<BufferId, usize>,
 }
 
 impl Regions {
@@ -117,12 +120,19 @@ impl Forming<'_> {
                 let places = made_by.map(|maker| regions.place(*maker));
                 let joined: BTreeSet<usize> = places.filter(|place| regions.all.contains_key(place)).collect();
                 let is_small = self.is_small(at);
-                let beside = regions.small.get(&regions.waits[at]).copied().filter(|_| is_small);
+                let beside = match self.op(at) {
+                    Some(Op::Reduce(_)) => regions.sums.get(&instruction.operands[0]).map(|sum| regions.place(*sum)),
+                    _ => regions.small.get(&regions.waits[at]).copied().filter(|_| is_small),
+                };
                 let found = self.candidates(&regions.all, &joined, at, beside).into_iter().find_map(|of| {
                     let members = [of, vec![at]].concat();
                     Some((self.runs_at(&regions, &members)?, members))
                 });
                 let (place, members) = found.unwrap_or_else(|| (at, vec![at]));
+                if matches!(self.op(at), Some(Op::Reduce(_))) && members.len() > 1 {
+                    let read = members.iter().flat_map(|member| &self.item(*member).instruction.operands);
+                    regions.sums.extend(read.map(|buffer| (*buffer, at)));
+                }
                 regions.join(members, place);
                 if is_small {
                     regions.small.insert(regions.waits[at], place);
@@ -294,4 +304,54 @@ impl Forming<'_> {
 /// Whether an operation is one of a region's, which are in their order.
 fn is_among(members: &[usize], at: usize) -> bool {
     members.binary_search(&at).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::draft::Place;
+    use super::*;
+    use shardc_ir::ops::{Affine, Binary, BinaryKind, Reduce, ReduceOp};
+    use shardc_ir::plan::Category;
+    use shardc_ir::{Bytes, DType, Mesh};
+
+    /// Fuses what ends in sums.
+    #[derive(Debug)]
+    struct Sums;
+
+    impl Target for Sums {
+        fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
+            Bytes(0)
+        }
+
+        fn fuses(&self, region: &Fused, _: &[TensorType]) -> bool {
+            let is_sum = |step: &FusedStep| matches!(step.op, Op::Reduce(_));
+            let first = region.steps.iter().position(is_sum).unwrap_or(0);
+            first > 0 && region.steps[first..].iter().all(is_sum)
+        }
+    }
+
+    /// Also where what the sum before it makes is read in between; a sum by itself is joined by none.
+    #[test]
+    fn a_sum_joins_the_region_that_reads_the_same_and_ends_in_sums() {
+        let mut draft = Draft::new(0, &Mesh::default());
+        let mut tensor = |shape: &[u64]| draft.buffer(TensorType::new(DType::F32, shape), Category::Activation);
+        let [x, y, product] = std::array::from_fn(|_| tensor(&[8, 4]));
+        let [alone, first, half, second, both] = std::array::from_fn(|_| tensor(&[4]));
+        let mut push = |op: Op, operands: &[BufferId], result: BufferId| {
+            let (action, operands) = (Action::Compute(op), operands.to_vec());
+            draft.push(Place::LOOP, action, operands, vec![result], Stream::Compute, None, Hint::None);
+        };
+        let sum = || Op::from(Reduce { kind: ReduceOp::Sum, dims: vec![0] });
+        push(sum(), &[x], alone);
+        push(Binary { kind: BinaryKind::Mul }.into(), &[x, y], product);
+        push(sum(), &[product], first);
+        push(Affine { scale: 0.5, offset: 0.0 }.into(), &[first], half);
+        push(sum(), &[x], second);
+        push(Binary { kind: BinaryKind::Add }.into(), &[half, second], both);
+        fuse(&mut draft, &Graph::default(), &Sums);
+        let items = &draft.sections[Place::LOOP.index(3)];
+        let names: Vec<String> = items.iter().map(|item| item.instruction.action.title()).collect();
+        assert_eq!(names, ["reduce_sum", "mul+reduce_sum+reduce_sum", "affine", "add"]);
+        assert_eq!(items[1].instruction.results, [first, second]);
+    }
 }

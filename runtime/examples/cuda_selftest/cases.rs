@@ -236,6 +236,10 @@ fn row_cases(f: DType, all: &mut Vec<Case>) {
             all.push(case(CrossEntropyGrad { start, classes: None }, &operands, &[x.clone()]));
         }
     }
+    // Groups of channels as a network has them, many samples, and pixels and channels of which little is a power of two.
+    for shape in [[16, 1024, 32, 8], [16, 64, 32, 32], [300, 8, 32, 4], [3, 1001, 5, 3]] {
+        all.extend(groups(f, shape));
+    }
     // Rows of which a unit has many vectors, those of which it has all, and whose last elements are padding.
     for (rows, columns, classes) in
         [(5, 16_384, None), (5, 9_008, Some(9_001)), (5, 50, Some(41)), (3000, 2, None), (700, 24, Some(19))]

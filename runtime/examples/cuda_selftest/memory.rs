@@ -86,9 +86,11 @@ pub fn memory_cases() -> Vec<Case> {
     ));
     all.push(case(Transpose { permutation: vec![0, 2, 1] }, &[t(f, &[64, 768, 196])], &[t(f, &[64, 196, 768])]));
     all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[16, 32])], &[t(f, &[16, 65_536, 32, 2])]));
-    for shape in [[16, 65_536, 32, 2], [16, 65_536, 16, 2], [16, 16_384, 32, 4], [16, 1024, 32, 16]] {
+    for shape in [[16, 65_536, 32, 2], [16, 65_536, 16, 2], [16, 16_384, 32, 4], [16, 4096, 32, 8], [16, 1024, 32, 16]]
+    {
         all.extend(groups(f, shape));
     }
+    all.extend(groups(F32, [16, 4096, 32, 8]));
     let pad = Pad { low: vec![0, 0], high: vec![47, 0], value: 0.0 };
     all.push(case(pad, &[t(f, &[50257, 1600])], &[t(f, &[50304, 1600])]));
     for shape in [[64, 196, 3072], [64, 768, 384]] {

@@ -51,21 +51,24 @@ pub fn row_sums(f: DType, shape: &[u64], count: usize) -> Case {
     case(region, &vec![x; count], &vec![w; count])
 }
 
-/// What a norm over groups of channels does with them: sums, differences of the means and their squares, a scale.
-pub fn groups(f: DType, shape: [u64; 4]) -> [Case; 3] {
+/// What a norm over groups of channels does with them: sums, differences of the means and sums of their squares, a scale;
+/// and for its derivative the sums of cotangents, and of their products with what was normalized.
+pub fn groups(f: DType, shape: [u64; 4]) -> [Case; 4] {
     let (x, small, sums) = (t(f, &shape), t(f, &[shape[0], shape[2]]), t(F32, &[shape[0], shape[2]]));
     let binary = |kind| Binary { kind };
     let copy = || step(Broadcast { dims: vec![0, 2] }, &[1], std::slice::from_ref(&x));
-    let centered = vec![
-        copy(),
-        step(binary(BinaryKind::Sub), &[0, 2], std::slice::from_ref(&x)),
-        step(binary(BinaryKind::Mul), &[3, 3], std::slice::from_ref(&x)),
-    ];
-    let scaled = vec![copy(), step(binary(BinaryKind::Mul), &[0, 2], std::slice::from_ref(&x))];
+    let op = Reduce { kind: ReduceOp::Sum, dims: vec![1, 3] };
+    let sum = |from: usize| step(op.clone(), &[from], std::slice::from_ref(&sums));
+    let times = |of: [usize; 2]| step(binary(BinaryKind::Mul), &of, std::slice::from_ref(&x));
+    let centered =
+        vec![copy(), step(binary(BinaryKind::Sub), &[0, 2], std::slice::from_ref(&x)), times([3, 3]), sum(4)];
+    let scaled = vec![copy(), times([0, 2])];
+    let slopes = vec![times([0, 1]), sum(2), sum(0)];
     let operands = [x.clone(), small];
     [
-        case(Reduce { kind: ReduceOp::Sum, dims: vec![1, 3] }, std::slice::from_ref(&x), &[sums]),
-        case(Fused { steps: centered, results: vec![3, 4] }, &operands, &[x.clone(), x.clone()]),
-        case(Fused { steps: scaled, results: vec![3] }, &operands, &[x]),
+        case(op.clone(), std::slice::from_ref(&x), std::slice::from_ref(&sums)),
+        case(Fused { steps: centered, results: vec![3, 5] }, &operands, &[x.clone(), sums.clone()]),
+        case(Fused { steps: scaled, results: vec![3] }, &operands, std::slice::from_ref(&x)),
+        case(Fused { steps: slopes, results: vec![3, 4] }, &[x.clone(), x.clone()], &[sums.clone(), sums.clone()]),
     ]
 }

@@ -153,6 +153,17 @@ fn kernels_become_cuda() {
         let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
         let expect = ["region", "sum_partials"];
         check(RmsNormGrad {}, &operands, &[x.clone(), w.clone()], &expect);
+        let (pixels, sums) = (t(f, &[4, 64, 8, 6]), t(F32, &[4, 8]));
+        let step = |op: Op, operands: &[usize], ty: &TensorType| FusedStep {
+            op,
+            operands: operands.to_vec(),
+            results: vec![ty.clone()],
+            source: None,
+        };
+        let sum = Op::from(Reduce { kind: ReduceOp::Sum, dims: vec![1, 3] });
+        let product = step(Binary { kind: BinaryKind::Mul }.into(), &[0, 1], &pixels);
+        let region = Fused { steps: vec![product, step(sum, &[2], &sums)], results: vec![3] };
+        check(region, &[pixels.clone(), pixels], &[sums], &expect);
         let labels = t(I64, &[80]);
         let expect = ["cross_entropy"];
         check(CrossEntropy { start: 0, classes: None }, &[x.clone(), labels], &[row.clone(), row.clone()], &expect);

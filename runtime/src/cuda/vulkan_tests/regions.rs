@@ -164,9 +164,10 @@ fn sums_of_samples() {
         };
         let all: [&[usize]; 7] = [&[1, 3], &[1], &[1, 2], &[1, 2, 3], &[0, 1], &[0, 1, 3], &[0, 1, 2, 3]];
         for dims in all {
-            // What is summed is written, or is not; a second sum of as many dimensions, or of more.
-            let steps = vec![step(binary(BinaryKind::Mul), &[0, 1], &[x.clone()]), sum(dims, 2)];
-            check(&client, Fused { steps, results: vec![3] }, &[x.clone(), x.clone()], &[kept(dims)], 1);
+            // What is summed is read, is written, or is neither; a second sum of as many dimensions, or of more.
+            let steps = vec![step(binary(BinaryKind::Mul), &[0, 1], &[x.clone()]), sum(dims, 2), sum(dims, 0)];
+            let made = [kept(dims), kept(dims)];
+            check(&client, Fused { steps, results: vec![3, 4] }, &[x.clone(), x.clone()], &made, 1);
             let last = [&dims[..dims.len() - usize::from(dims.ends_with(&[3]))], &[3]].concat();
             let steps = vec![
                 step(Broadcast { dims: vec![0, 2] }, &[1], &[x.clone()]),
