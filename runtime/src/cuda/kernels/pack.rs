@@ -324,15 +324,21 @@ pub fn remainder(column: usize, #[comptime] period: u32) -> usize {
     column % comptime!(period as usize)
 }
 
+/// The sample of a block.
+#[cube]
+pub fn sample() -> usize {
+    CUBE_POS_Z as usize
+}
+
 /// The first row of a block's chunk of a sample, which has so many rows.
 #[cube]
-pub fn first_row(chunk: u32, rows: u32) -> usize {
-    CUBE_POS_Z as usize * rows as usize + (CUBE_POS_Y * chunk) as usize
+pub fn first_row(sample: usize, chunk: u32, rows: u32) -> usize {
+    sample * rows as usize + (CUBE_POS_Y * chunk) as usize
 }
 
 #[cube]
-pub fn last_row(first: usize, chunk: u32, rows: u32) -> usize {
-    min(first + chunk as usize, (CUBE_POS_Z as usize + 1) * rows as usize)
+pub fn last_row(sample: usize, first: usize, chunk: u32, rows: u32) -> usize {
+    min(first + chunk as usize, (sample + 1) * rows as usize)
 }
 
 /// How many groups of `rows` rows there are from `first` to `last`.
@@ -360,8 +366,8 @@ pub fn place(row: usize, columns: usize, column: usize) -> usize {
 
 /// The place of a block's partial sum.
 #[cube]
-pub fn partial_place(columns: usize, column: usize) -> usize {
-    (CUBE_POS_Z as usize * CUBE_COUNT_Y as usize + CUBE_POS_Y as usize) * columns + column
+pub fn partial_place(sample: usize, columns: usize, column: usize) -> usize {
+    (sample * CUBE_COUNT_Y as usize + CUBE_POS_Y as usize) * columns + column
 }
 
 #[cube]
@@ -415,42 +421,36 @@ pub const fn partial_tile(beside: u32) -> u32 {
     if sums > 1 { sums * beside } else { beside }
 }
 
-/// What a unit of [`sum_partials()`] adds up: some rows of every so many columns up to the `last`.
+/// What a unit of [`sum_partials()`] adds up of a column, of which each of so many rows has one number from `start` on.
 #[cube]
-fn partial_sum(x: &Array<f32>, first: usize, last: usize, rows: usize, columns: usize) -> f32 {
-    let side = comptime!(PARTIAL_COLUMNS as usize);
-    let unit = UNIT_POS as usize;
-    let start = CUBE_POS_Z as usize * rows;
+fn partial_sum(x: &Array<f32>, start: usize, rows: usize, columns: usize) -> f32 {
     let sum = RuntimeCell::<f32>::new(f32::new(0.0));
-    let column = RuntimeCell::<usize>::new(first + unit % side);
-    while column.read() < last {
-        let row = RuntimeCell::<usize>::new(unit / side);
-        while row.read() < rows {
-            // Eight numbers are on their way at once.
-            let mut next = Array::<f32>::new(8usize);
-            #[unroll]
-            for ahead in 0..8usize {
-                let at = row.read() + ahead * comptime!(PARTIAL_ROWS as usize);
-                next[ahead] = select(at < rows, x[(start + min(at, rows - 1)) * columns + column.read()], 0.0f32);
-            }
-            #[unroll]
-            for ahead in 0..8usize {
-                sum.store(sum.read() + next[ahead]);
-            }
-            row.store(row.read() + comptime!(8 * PARTIAL_ROWS as usize));
+    let row = RuntimeCell::<usize>::new(UNIT_POS as usize / comptime!(PARTIAL_COLUMNS as usize));
+    while row.read() < rows {
+        // Eight numbers are on their way at once.
+        let mut next = Array::<f32>::new(8usize);
+        #[unroll]
+        for ahead in 0..8usize {
+            let at = row.read() + ahead * comptime!(PARTIAL_ROWS as usize);
+            next[ahead] = select(at < rows, x[start + min(at, rows - 1) * columns], 0.0f32);
         }
-        column.store(column.read() + side);
+        #[unroll]
+        for ahead in 0..8usize {
+            sum.store(sum.read() + next[ahead]);
+        }
+        row.store(row.read() + comptime!(8 * PARTIAL_ROWS as usize));
     }
     sum.read()
 }
 
-/// The sums over the rows of each sample of `x`, which is `[samples, rows, columns]`, and over `beside` columns each, if
+/// The sums over the rows of a `sample` of `x`, which is `[samples, rows, columns]`, and over `beside` columns each, if
 /// the block's second index is `part`; in a fixed order. The grid is (columns / [`partial_tile()`], parts, samples), the
 /// block [`PARTIAL_UNITS`].
 #[cube]
 pub fn sum_partials(
     x: &Array<f32>,
     y: &mut Array<f32>,
+    sample: usize,
     rows: u32,
     columns: u32,
     #[comptime] part: u32,
@@ -460,29 +460,50 @@ pub fn sum_partials(
     let (tile, wide) = comptime!((partial_tile(beside) as usize, beside as usize));
     if CUBE_POS_Y == part {
         let unit = UNIT_POS as usize;
-        let columns = columns as usize;
+        let (rows, columns) = (rows as usize, columns as usize);
         let first = CUBE_POS_X as usize * tile;
+        let (last, start) = (min(first + tile, columns), sample * rows * columns);
+        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+        let column = RuntimeCell::<usize>::new(first + unit % side);
+        if comptime!(tile <= side) {
+            if column.read() < last {
+                sum.store(partial_sum(x, start + column.read(), rows, columns));
+            }
+        } else {
+            while column.read() < last {
+                sum.store(sum.read() + partial_sum(x, start + column.read(), rows, columns));
+                column.store(column.read() + side);
+            }
+        }
         let mut shared = SharedMemory::<f32>::new(comptime!(PARTIAL_UNITS as usize));
-        shared[unit] = partial_sum(x, first, min(first + tile, columns), rows as usize, columns);
+        shared[unit] = sum.read();
         sync_cube();
+        let (sums, place) = (columns / wide, sample * (columns / wide) + first / wide + unit);
+        let total = RuntimeCell::<f32>::new(shared[unit % side]);
         if unit < side {
-            let total = RuntimeCell::<f32>::new(shared[unit]);
             #[unroll]
             for row in 1..comptime!(PARTIAL_ROWS as usize) {
                 total.store(total.read() + shared[row * side + unit]);
             }
-            shared[unit] = total.read();
         }
-        sync_cube();
-        let (sums, own) = (columns / wide, first / wide + unit);
-        if unit < comptime!(tile / wide) && own < sums {
-            let each = comptime!(wide.min(side));
-            let total = RuntimeCell::<f32>::new(shared[unit * each]);
-            #[unroll]
-            for next in 1..each {
-                total.store(total.read() + shared[unit * each + next]);
+        if comptime!(wide == 1) {
+            if unit < side && first + unit < columns {
+                y[place] = total.read();
             }
-            y[CUBE_POS_Z as usize * sums + own] = total.read();
+        } else {
+            if unit < side {
+                shared[unit] = total.read();
+            }
+            sync_cube();
+            if unit < comptime!(tile / wide) && first / wide + unit < sums {
+                let each = comptime!(wide.min(side));
+                let all = RuntimeCell::<f32>::new(shared[unit * each]);
+                #[unroll]
+                for next in 1..each {
+                    all.store(all.read() + shared[unit * each + next]);
+                }
+                y[place] = all.read();
+            }
         }
     }
 }

@@ -100,6 +100,8 @@ pub struct Region {
     pub rows: u32,
     /// Whether a block works on several groups of rows.
     pub is_tall: bool,
+    /// Whether rows are those of several samples, each with its sums.
+    pub has_samples: bool,
     /// Where a row is several of the tensor's.
     pub joined: Option<Joined>,
 }
@@ -168,8 +170,9 @@ impl Region {
         let (rows, columns, chunk) = (d.number(), d.number(), d.number());
         let scope = d.scope();
         let columns = self.columns(scope, columns);
-        let first = pack::first_row::expand(scope, chunk.clone(), rows.clone());
-        let last = pack::last_row::expand(scope, first.clone(), chunk, rows);
+        let sample: Index = if self.has_samples { pack::sample::expand(scope) } else { 0usize.into() };
+        let first = pack::first_row::expand(scope, sample.clone(), chunk.clone(), rows.clone());
+        let last = pack::last_row::expand(scope, sample.clone(), first.clone(), chunk, rows);
         let begins = self.readable(scope, &first, 0usize.into(), &last);
         let mut kept: Vec<Option<Value>> = vec![None; self.values];
         let mut moving: Vec<(usize, usize, Next)> = Vec::new();
@@ -214,7 +217,7 @@ impl Region {
                         count = (joined.period as usize).into();
                     }
                     let is_inside = pack::is_below::expand(scope, at.clone(), count.clone());
-                    let place = pack::partial_place::expand(scope, count, at);
+                    let place = pack::partial_place::expand(scope, sample.clone(), count, at);
                     pack::store_wide::expand(scope, buffer.clone(), place, total, is_inside);
                 }
             }

@@ -8,7 +8,7 @@
 use super::cut::{Cut, LIMIT, MOST_BLOCKS};
 use super::{Arg, OP, RES, Select, THREADS, lanes};
 use crate::cuda::kernel::Kernel;
-use crate::cuda::kernels::pack::{PARTIAL_UNITS, partial_tile, sum_partials};
+use crate::cuda::kernels::pack::{PARTIAL_UNITS, partial_tile, sample, sum_partials};
 use crate::cuda::kernels::region::{Class, Joined, Port, Region, Spread, Step};
 use shardc_ir::ops::{Broadcast, Fused, FusedStep, Op, ReduceOp};
 use shardc_ir::{DType, TensorType};
@@ -403,6 +403,7 @@ impl Select<'_> {
             packs: layout.packs,
             rows: layout.group,
             is_tall: layout.chunk > u64::from(layout.group),
+            has_samples: layout.samples > 1,
             joined: (layout.joined > 1).then(|| {
                 let period = (layout.columns / layout.joined / layout.width as u64) as u32;
                 Joined { rows: layout.joined as u32, period, width: layout.width }
@@ -461,13 +462,15 @@ impl Select<'_> {
     /// Adds up the partial sums of each sample, and those of columns `beside` each other; each of them is
     /// `[samples, rows, columns]`.
     pub(super) fn sum_partials(&mut self, sums: &[(Arg, Arg)], [samples, rows, columns]: [u64; 3], beside: u32) {
-        let parts = sums.len() as u32;
-        let kernel = Kernel::new("sum_partials", &[], 1, PARTIAL_UNITS, &(parts, beside), move |d| {
+        let (parts, has_samples) = (sums.len() as u32, samples > 1);
+        let kernel = Kernel::new("sum_partials", &[], 1, PARTIAL_UNITS, &(parts, beside, has_samples), move |d| {
             let from: Vec<_> = (0..parts).map(|_| d.input::<f32>()).collect();
             let to: Vec<_> = (0..parts).map(|_| d.output::<f32>()).collect();
             let (rows, columns) = (d.number(), d.number());
-            for (part, (from, to)) in from.into_iter().zip(to).enumerate() {
-                sum_partials::expand(d.scope(), from, to, rows.clone(), columns.clone(), part as u32, beside);
+            let sample = if has_samples { sample::expand(d.scope()) } else { 0usize.into() };
+            for (part, (x, y)) in from.into_iter().zip(to).enumerate() {
+                let (sample, rows, columns) = (sample.clone(), rows.clone(), columns.clone());
+                sum_partials::expand(d.scope(), x, y, sample, rows, columns, part as u32, beside);
             }
         });
         let buffers = sums.iter().map(|(from, _)| *from).chain(sums.iter().map(|(_, to)| *to)).collect();
