@@ -36,6 +36,8 @@ pub(super) struct Engine<'a> {
 /// One class of ranks on its way through the step.
 struct Lane {
     run: usize,
+    /// That of the run's section, if there is a run.
+    body: Option<usize>,
     entered: f64,
     /// Per stream, how many of the section's instructions are done.
     heads: [usize; STREAMS],
@@ -56,8 +58,9 @@ struct Lane {
 
 /// An instruction under way, on all lanes that take part in it.
 struct Task {
-    /// The lane, the stream, the instruction, when the lane was ready, and how long it had computed by the start.
-    parts: Vec<(usize, usize, u32, f64, f64)>,
+    /// Of the first lane, and of the others: most have none.
+    own: Part,
+    others: Vec<Part>,
     start: f64,
     /// What was left of it, at what time.
     left: (f64, f64),
@@ -66,6 +69,26 @@ struct Task {
     crosses: bool,
     /// The number of its end, of all that were found; what was found before counts no more.
     version: u64,
+}
+
+impl Task {
+    fn parts(&self) -> impl Iterator<Item = &Part> {
+        std::iter::once(&self.own).chain(&self.others)
+    }
+}
+
+/// A lane's part of an instruction.
+#[derive(Clone, Copy)]
+struct Part {
+    lane: usize,
+    stream: usize,
+    index: u32,
+    /// When the lane was ready.
+    ready: f64,
+    /// The seconds that it takes, alone.
+    seconds: f64,
+    /// How long the lane had computed when it started.
+    before: f64,
 }
 
 /// When a task ends, if nothing changes.
@@ -90,15 +113,20 @@ impl Ord for End {
     }
 }
 
-/// Who waits at a meeting: the lane, the stream, the instruction, since when, and the seconds it takes.
-type Waiting = Vec<(usize, usize, u32, f64, f64)>;
-
 /// A place where lanes meet.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Place {
     Group(usize),
     /// From, to.
     Message(usize, usize),
+}
+
+/// When an instruction that was started is done.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Done {
+    /// It takes no time: others may start now.
+    AtOnce,
+    Later,
 }
 
 struct State {
@@ -114,7 +142,8 @@ struct State {
     shares: Vec<f64>,
     /// The tasks that need links between nodes.
     crossing: Vec<usize>,
-    waiting: BTreeMap<Place, Waiting>,
+    /// Who waits at a meeting.
+    waiting: FxHashMap<Place, Vec<Part>>,
     now: f64,
     /// By its body, what a run takes of a lane that is alone.
     known: BTreeMap<usize, (f64, Rc<Vec<Span>>)>,
@@ -152,7 +181,7 @@ impl Engine<'_> {
             asking: vec![0; kinds],
             shares: vec![1.0; kinds],
             crossing: Vec::new(),
-            waiting: BTreeMap::new(),
+            waiting: FxHashMap::default(),
             now: 0.0,
             known: BTreeMap::new(),
             different: FxHashMap::default(),
@@ -166,7 +195,7 @@ impl Engine<'_> {
         while state.pass_time(&mut ended) {
             for task in ended.drain(..) {
                 self.end(&mut state, &task);
-                for (lane, stream, index, ready, before) in task.parts {
+                for Part { lane, stream, index, ready, before, .. } in task.parts().copied() {
                     let (now, own) = (state.now, &mut state.lanes[lane]);
                     let hidden = if stream == Stream::Compute as usize { 0.0 } else { own.computed_by(now) - before };
                     let (start, finish) = (task.start - own.entered, now - own.entered);
@@ -197,7 +226,9 @@ impl Engine<'_> {
         let is_alone = self.folded.classes.len() == 1;
         loop {
             let now = state.now;
-            let Some(run) = outline.order.get(state.lanes[lane].run) else { return };
+            let run = outline.order.get(state.lanes[lane].run);
+            state.lanes[lane].body = run.map(|run| outline.body(run));
+            let Some(run) = run else { return };
             if let Some((seconds, spans)) = state.known.get(&outline.body(run)).filter(|_| is_alone) {
                 let span = RunSpan { run: *run, start: now, finish: now + seconds, spans: spans.clone() };
                 state.now += seconds;
@@ -223,7 +254,7 @@ impl Engine<'_> {
         loop {
             let mut moved = false;
             for stream in 0..STREAMS {
-                while self.start(state, lane, stream) {
+                while self.start(state, lane, stream) == Some(Done::AtOnce) {
                     moved = true;
                 }
             }
@@ -253,26 +284,26 @@ impl Engine<'_> {
     }
 
     /// Starts the head of a stream, if it is free and the head waits for nothing.
-    fn start(&self, state: &mut State, lane: usize, stream: usize) -> bool {
-        let own = &mut state.lanes[lane];
+    fn start(&self, state: &mut State, lane: usize, stream: usize) -> Option<Done> {
+        let (ready, own) = (state.now, &mut state.lanes[lane]);
+        let body = own.body.filter(|_| !own.is_busy[stream])?;
         let class = &self.folded.classes[lane];
         let outline = &self.outlines[class.program];
-        let Some(body) = outline.order.get(own.run).map(|run| outline.body(run)) else { return false };
-        let Some(index) = outline.queues[body][stream].get(own.heads[stream]).copied() else { return false };
-        let line = &outline.bodies[body][index as usize];
-        if own.is_busy[stream] || !line.after.iter().all(|after| own.done[*after as usize]) {
-            return false;
+        let index = *outline.queues[body][stream].get(own.heads[stream])?;
+        if !outline.bodies[body][index as usize].after.iter().all(|after| own.done[*after as usize]) {
+            return None;
         }
         let cluster = &self.clusters[class.device];
+        let part = |seconds: f64| Part { lane, stream, index, ready, seconds, before: 0.0 };
         let (place, seconds, crosses) = match self.works[class.kind][body][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
-                return true;
+                return Some(Done::AtOnce);
             }
             Work::Local(seconds) => {
                 own.is_busy[stream] = true;
-                self.begin(state, vec![(lane, stream, index, state.now, 0.0)], seconds * class.slowdown, false);
-                return true;
+                self.begin(state, part(seconds * class.slowdown), Vec::new(), false);
+                return Some(Done::Later);
             }
             Work::Meet { group, collective, bytes } => {
                 let meeting = class.groups[group];
@@ -286,39 +317,40 @@ impl Engine<'_> {
                 (place, message_seconds(bytes, distance, cluster), distance > 0)
             }
         };
+        let part = part(seconds);
         let waiting = state.waiting.entry(place).or_default();
         // A rank is at a meeting once at a time, whatever stream it comes from.
-        if waiting.iter().any(|(other, ..)| *other == lane) && !matches!(place, Place::Message(a, b) if a == b) {
-            return false;
+        if waiting.iter().any(|other| other.lane == lane) && !matches!(place, Place::Message(a, b) if a == b) {
+            return None;
         }
         own.is_busy[stream] = true;
-        waiting.push((lane, stream, index, state.now, seconds));
         let expected = match place {
             Place::Group(meeting) => self.folded.meetings[meeting].classes.len(),
             Place::Message(..) => 2,
         };
-        if waiting.len() == expected {
-            let waiting = state.waiting.remove(&place).unwrap_or_default();
-            let left = waiting.iter().map(|(.., seconds)| *seconds).fold(NOTHING, f64::max);
-            let parts = waiting.into_iter().map(|(lane, stream, index, ready, _)| (lane, stream, index, ready, 0.0));
-            self.begin(state, parts.collect(), left, crosses);
+        if waiting.len() + 1 == expected {
+            let others = state.waiting.remove(&place).unwrap_or_default();
+            self.begin(state, part, others, crosses);
+        } else {
+            waiting.push(part);
         }
-        true
+        Some(Done::Later)
     }
 
-    /// A task begins on its lanes.
-    fn begin(&self, state: &mut State, mut parts: Vec<(usize, usize, u32, f64, f64)>, seconds: f64, crosses: bool) {
+    /// A task begins on its lanes, which takes as long as it would on the slowest of them.
+    fn begin(&self, state: &mut State, own: Part, others: Vec<Part>, crosses: bool) {
         let (now, task) = (state.now, state.free.pop().unwrap_or(state.tasks.len()));
-        for (lane, stream, .., before) in &mut parts {
-            *before = state.lanes[*lane].computed_by(now);
-            if *stream == Stream::Compute as usize {
-                let own = &mut state.lanes[*lane];
-                own.computed = (*before, now);
-                own.kernel = Some(task);
+        let mut new = Task { own, others, start: now, left: (NOTHING, now), rate: 1.0, crosses, version: 0 };
+        for part in std::iter::once(&mut new.own).chain(&mut new.others) {
+            let lane = &mut state.lanes[part.lane];
+            part.before = lane.computed_by(now);
+            new.left.0 = new.left.0.max(part.seconds);
+            if part.stream == Stream::Compute as usize {
+                lane.computed = (part.before, now);
+                lane.kernel = Some(task);
             }
-            self.talk(state, *lane, *stream, crosses, true);
+            self.talk(state, part.lane, part.stream, crosses, true);
         }
-        let new = Task { parts, start: now, left: (seconds, now), rate: 1.0, crosses, version: 0 };
         match state.tasks.get_mut(task) {
             Some(place) => *place = Some(new),
             None => state.tasks.push(Some(new)),
@@ -332,7 +364,7 @@ impl Engine<'_> {
     /// A task is done.
     fn end(&self, state: &mut State, task: &Task) {
         let now = state.now;
-        for (lane, stream, ..) in &task.parts {
+        for Part { lane, stream, .. } in task.parts() {
             if *stream == Stream::Compute as usize {
                 let own = &mut state.lanes[*lane];
                 (own.computed, own.kernel) = ((own.computed_by(now), now), None);
@@ -381,10 +413,9 @@ impl Engine<'_> {
     fn set_rate(&self, state: &mut State, number: usize) {
         let now = state.now;
         let Some(Some(task)) = state.tasks.get_mut(number) else { return };
-        let (lane, stream, ..) = task.parts[0];
+        let Part { lane, stream, .. } = task.own;
         let rate = if task.crosses {
-            let touched =
-                |kind: &usize| task.parts.iter().any(|(lane, ..)| self.folded.classes[*lane].per_node[*kind] > 0);
+            let touched = |kind: &usize| task.parts().any(|part| self.folded.classes[part.lane].per_node[*kind] > 0);
             (0..state.shares.len()).filter(touched).map(|kind| state.shares[kind]).fold(1.0, f64::min)
         } else if stream == Stream::Compute as usize && state.lanes[lane].on_wires > 0 {
             let loss = self.clusters[self.folded.classes[lane].device].device.overlap_loss.value;
@@ -422,6 +453,7 @@ impl Lane {
     fn new() -> Self {
         Self {
             run: 0,
+            body: None,
             entered: 0.0,
             heads: [0; STREAMS],
             is_busy: [false; STREAMS],
