@@ -187,8 +187,9 @@ impl Forming<'_> {
         let made = &self.made(members);
         let may_run =
             |place: &usize| members.iter().all(|member| self.may_move(regions, *member, *place, (members, made)));
-        let place = [regions.place(first), last].into_iter().filter(|_| is_one_pass).find(may_run)?;
-        self.fused(members).map(|_| place)
+        // What others touch may be long to look through, so the target is asked first.
+        let _ = Some(members).filter(|_| is_one_pass).and_then(|members| self.fused(members))?;
+        [regions.place(first), last].into_iter().find(may_run)
     }
 
     /// Whether a region is there for one operation behind it: nothing else reads what it makes, or it is copies of a
