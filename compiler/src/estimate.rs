@@ -151,6 +151,11 @@ impl Room {
     }
 }
 
+/// The stages of ZeRO from one on, as it is told.
+fn from_stage(zero: u64) -> String {
+    if zero < 3 { format!("ZeRO {zero} or more") } else { "ZeRO 3".to_string() }
+}
+
 /// How a model trains in such room: per precision, the lowest ZeRO stage that fits, or what stage 3
 /// would need.
 pub fn verdict(sizes: Sizes, ranks: u64, room: Room) -> Vec<String> {
@@ -166,15 +171,15 @@ pub fn verdict(sizes: Sizes, ranks: u64, room: Room) -> Vec<String> {
                 None => String::new(),
             };
             return format!(
-                "{precision}: trains with ZeRO {} or more{in_one}, and has {} per rank left for activations",
-                row.zero,
+                "{precision}: trains with {}{in_one}, and has {} per rank left for activations",
+                from_stage(row.zero),
                 memory - row.total()
             );
         }
         if let Some(row) = in_one {
             return format!(
-                "{precision}: trains with ZeRO {} or more in one microbatch, and has {} per rank left for activations",
-                row.zero,
+                "{precision}: trains with {} in one microbatch, and has {} per rank left for activations",
+                from_stage(row.zero),
                 memory - row.in_one
             );
         }
@@ -218,8 +223,9 @@ pub fn hosted(sizes: Sizes, ranks: u64, device: Bytes, host: Bytes) -> Vec<Strin
                 && let Some(left) = device.0.checked_sub(on_device)
             {
                 let left = Bytes(left);
+                let zero = from_stage(zero);
                 return format!(
-                    "{precision}: trains with ZeRO {zero} or more and offload=optimizer{given}{streamed}: the host holds {on_host} \
+                    "{precision}: trains with {zero} and offload=optimizer{given}{streamed}: the host holds {on_host} \
                      (master copies, moments and gradients{also}), and each device has at most {left} left for activations"
                 );
             }
@@ -256,8 +262,8 @@ mod tests {
         check(18_000, ["ZeRO 0 or more, and has 1.95 KiB per rank left", "ZeRO 0 or more, and has 0 B per rank left"]);
         let either = "ZeRO 2 or more (or with ZeRO 1 in one microbatch), and has";
         check(5700, [either, either]);
-        let bf16 = "ZeRO 3 or more in one microbatch, and has 0 B per rank left";
-        check(1600, ["ZeRO 3 or more, and has 0 B per rank left", bf16]);
+        let bf16 = "ZeRO 3 in one microbatch, and has 0 B per rank left";
+        check(1600, ["ZeRO 3, and has 0 B per rank left", bf16]);
         check(1500, ["does not fit; with ZeRO 3 it ", "does not fit; with ZeRO 3 it "]);
         let check = |room, expect: &str| assert!(verdict(MODEL, 10, room)[1].contains(expect));
         check(Room::Devices(Bytes(1500)), "it takes 11 data ranks or more, and the activations");
@@ -282,9 +288,9 @@ mod tests {
         check(6000, 16_000, "trains with ZeRO 1 or more");
         check(20_000, 10, "bf16: trains on the devices alone; for offload=optimizer the host would need");
         check(2400, 16_000, "trains with ZeRO 1 or more and offload=optimizer+gradients: the");
-        check(600, 16_000, "trains with ZeRO 3 or more and offload=optimizer: the host holds 15.62 KiB");
-        check(400, 16_000, "trains with ZeRO 3 or more and offload=optimizer+gradients:");
-        check(100, 18_000, "trains with ZeRO 3 or more and offload=optimizer+gradients+parameters:");
+        check(600, 16_000, "trains with ZeRO 3 and offload=optimizer: the host holds 15.62 KiB");
+        check(400, 16_000, "trains with ZeRO 3 and offload=optimizer+gradients:");
+        check(100, 18_000, "trains with ZeRO 3 and offload=optimizer+gradients+parameters:");
         check(100, 18_000, "each device has at most 40 B left");
         check(100, 16_000, "does not fit; at least it needs 15.62 KiB of the host and 240 B of each device");
         let alone = hosted(MODEL, 1, Bytes(2040), Bytes(16_000)).remove(1);
