@@ -188,7 +188,9 @@ impl Forming<'_> {
         let may_run =
             |place: &usize| members.iter().all(|member| self.may_move(regions, *member, *place, (members, made)));
         // What others touch may be long to look through, so the target is asked first.
-        let _ = Some(members).filter(|_| is_one_pass).and_then(|members| self.fused(members))?;
+        if !is_one_pass || self.fused(members).is_none() {
+            return None;
+        }
         [regions.place(first), last].into_iter().find(may_run)
     }
 
