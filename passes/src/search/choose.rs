@@ -81,11 +81,16 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     let mut known: Vec<usize> = (0..candidates.len()).find(is_open).into_iter().collect();
     let Some(first) = known.first().copied() else { return Vec::new() };
     let others = (first + 1..candidates.len()).take_while(|index| is_close(&candidates[*index], &candidates[first]));
-    let is_known = |index: &usize| {
-        let (own, first) = (&candidates[*index], &candidates[first]);
-        is_told_apart(first, own) || takes_too_long(own, std::iter::once(first), space.request.batch)
-    };
-    known.extend(others.filter(is_open).find(|index| !is_known(index)));
+    for index in others.filter(is_open) {
+        let (own, before) = (&candidates[index], || known.iter().map(|known| &candidates[*known]));
+        let is_told = before().any(|before| is_told_apart(before, own));
+        if !is_told && !takes_too_long(own, before(), space.request.batch) {
+            known.push(index);
+        }
+        if known.len() == MOST_CLOSE {
+            break;
+        }
+    }
     let in_chunks = overlap::likely(candidates, &known, space);
     in_chunks.into_iter().chain(known.iter().map(|index| candidates[*index].clone())).collect()
 }
