@@ -152,15 +152,15 @@ impl Problem<'_> {
             let own = placed.microbatches as f64 * chunks().map(Lengths::all).sum::<f64>();
             let waiting = delayed as f64 * chunks().map(|own| own.weight).fold(0.0, f64::max);
             let seconds = comes + own + (returns - waiting).max(0.0);
-            // No chunk waits for what the first makes of its gradients, nor for what comes behind a forward pass that goes
-            // back itself.
-            let back = |own: &Lengths| match splits && stage > 0 || own.backward <= 0.0 {
-                true => own.backward,
-                false => own.backward + own.weight,
+            let Some(first) = chunks().next() else { return seconds };
+            comes += first.forward;
+            // No chunk waits for what the first makes of its gradients; and what goes back in a forward pass waits for
+            // nothing that comes behind it.
+            returns = match (splits && stage > 0, first.backward <= 0.0) {
+                (_, true) => 0.0,
+                (true, false) => returns + first.backward,
+                (false, false) => returns + first.backward + first.weight,
             };
-            let through = |own: Lengths| [own.forward, back(&own)];
-            let [forward, backward] = chunks().next().map_or([0.0; 2], through);
-            (comes, returns) = (comes + forward, returns + backward);
             seconds
         };
         (0..of.0.len()).map(seconds).fold(0.0, f64::max) * spread(placed.cluster.ranks())
