@@ -242,10 +242,13 @@ impl Sorted {
         let [samples, rows, _] = self.sizes();
         let sums = buffers.results.iter().filter(|port| port.class == Class::ColumnSum);
         let most = sums.map(|port| self.beside(port.value)).max().unwrap_or(1);
+        if samples == 1 && most == 1 {
+            return true;
+        }
         let layout = self.layout(buffers);
         let (vectors, chunks) = (layout.columns / layout.width as u64, layout.chunks());
         let is_filled = rows >= FEWEST_ROWS && vectors >= WARP && samples <= MOST_BLOCKS;
-        samples == 1 && most == 1 || is_filled && chunks * most <= MOST_PARTIAL
+        is_filled && chunks * most <= MOST_PARTIAL
     }
 
     /// How blocks lie where these are read and written.
