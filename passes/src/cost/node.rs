@@ -94,21 +94,15 @@ impl Machine<'_> {
     }
 }
 
-/// Tensors of which one launch takes several.
-const TABLE: usize = 16;
-
 /// What the sums of columns take besides, in launches: blocks of rows leave partial sums, which others add up when all are
 /// there. Those of ResNet-50's norms in bf16 over two and four ranks, on H100s.
 const COLUMNS: f64 = 2.0;
 
-/// What an operation that is no product takes to start, in launches: one on several tensors has one for each few of them, and
-/// where it sums, as many more that add up what blocks of the first left.
+/// What an operation that is no product takes to start, in launches: one on several tensors has one for all of them, and
+/// where it sums, another that adds up what blocks of the first left.
 pub fn launches(op: &Op, operands: &[TensorType]) -> f64 {
     match op {
-        Op::Each(each) => {
-            let sums = matches!(*each.op, Op::SumSquares(_));
-            (each.count.div_ceil(TABLE) * if sums { 2 } else { 1 }) as f64
-        }
+        Op::Each(each) if matches!(*each.op, Op::SumSquares(_)) => 2.0,
         _ if sums_columns(op, operands) => 1.0 + COLUMNS,
         _ => 1.0,
     }

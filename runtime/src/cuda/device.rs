@@ -244,8 +244,8 @@ impl Device {
         }
     }
 
-    /// Memory of other processes' too, beside the arena.
-    pub fn allocate_shared(&mut self, bytes: u64) -> Result<u64, Failure> {
+    /// Memory beside the arena, some KiB that no plan counts.
+    pub fn allocate_beside(&mut self, bytes: u64) -> Result<u64, Failure> {
         let at = self.allocate(bytes)?;
         self.taken -= bytes;
         Ok(at)
@@ -424,9 +424,13 @@ impl Device {
         self.ready(&launch.kernel, pointers, (&launch.numbers, &launch.reals), launch.grid)
     }
 
-    /// Puts the arguments of one launch of a table together.
-    pub fn prepare_table(&self, table: &Table, launch: TableLaunch) -> Result<ReadyLaunch, Failure> {
-        let TableLaunch { buffers, numbers, blocks } = launch;
+    /// Writes the table of one launch to the device and puts the launch's arguments together.
+    pub fn prepare_table(&mut self, table: &Table, launch: TableLaunch) -> Result<ReadyLaunch, Failure> {
+        let TableLaunch { mut buffers, words, numbers, blocks } = launch;
+        let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
+        let at = self.allocate_beside(bytes.len() as u64)?;
+        self.write(at, &bytes)?;
+        buffers.push(at);
         self.ready(&table.kernel, buffers, (&numbers, &table.reals), [blocks, 1, 1])
     }
 

@@ -2,12 +2,14 @@
 //!
 //! A kernel sees whole buffers and cannot follow addresses that it is told. But tensors of one arena lie
 //! within reach of each other: of what one position of all rows (say, every parameter) is given, the kernel
-//! gets the one with the lowest address, and per row how far from there its own begins. These numbers are
-//! arguments of the launch, so no memory holds them and nothing is copied in a step.
+//! gets the one with the lowest address, and per row how far from there its own begins. A table in device memory
+//! says so, which is written once, when the program is loaded: however many rows there are, they are one launch,
+//! and nothing is copied in a step.
 //!
-//! The kernel's unsigned scalars are first, for every slot, the first block of its row; then per column, for
-//! every slot, the distance; then the rows' own numbers, column by column; and last how many rows there are
-//! and how many launches of the table came before.
+//! The table has a number for each block, where in the table its row is, and then the rows: the row's first block,
+//! its distances and its own numbers. Where blocks do not belong to rows, it has the rows alone. It is the last
+//! of the kernel's buffers; the kernel's unsigned scalars are how many rows there are and how many launches of the
+//! table came before.
 
 use super::kernel::{Arg, Kernel};
 use shardc_ir::program::ALIGNMENT;
@@ -29,8 +31,6 @@ pub struct Row {
 pub struct Table {
     /// The kernel.
     pub kernel: Arc<Kernel>,
-    /// How many rows a launch takes.
-    pub slots: usize,
     /// Per column, the bytes in which distances are counted.
     pub units: Vec<u64>,
     /// The rows.
@@ -46,10 +46,12 @@ pub struct Table {
 /// One launch of a table, at known addresses.
 #[derive(Debug, PartialEq)]
 pub struct TableLaunch {
-    /// The addresses of the kernel's buffers.
+    /// The addresses of the kernel's buffers but for the table, which is the last.
     pub buffers: Vec<u64>,
-    /// Its unsigned scalars.
-    pub numbers: Vec<u32>,
+    /// The table.
+    pub words: Vec<u32>,
+    /// The kernel's unsigned scalars.
+    pub numbers: [u32; 2],
     /// How many blocks.
     pub blocks: u32,
 }
@@ -62,56 +64,54 @@ impl Table {
         let mut launches: Vec<TableLaunch> = Vec::new();
         let mut rest = rows.as_slice();
         while !rest.is_empty() {
-            let count = (1..=rest.len().min(self.slots)).take_while(|count| self.reaches(&rest[..*count])).count();
-            // A single row is in reach of itself.
-            let (now, later) = rest.split_at(count.max(1));
+            let (now, later) = rest.split_at(self.reach(rest));
             launches.push(self.launch(now, launches.len() as u32, &resolve));
             rest = later;
         }
         launches
     }
 
-    /// Where the tensors of each column begin, at what any device takes for the beginning of a buffer: they may be parts
-    /// of others.
-    fn bases(&self, rows: &[(&Row, Vec<u64>)]) -> Vec<u64> {
-        let first = |column: usize| rows.iter().map(|(_, tensors)| tensors[column]).min().unwrap_or(0);
-        let lowest = |column: usize| first(column) / ALIGNMENT * ALIGNMENT;
-        (0..self.units.len()).map(lowest).collect()
-    }
-
-    /// Whether 32 bits count the distance from the lowest address to every element: a tensor of a row is
-    /// smaller than half of what they count.
-    fn reaches(&self, rows: &[(&Row, Vec<u64>)]) -> bool {
-        let bases = self.bases(rows);
-        let near = |tensors: &Vec<u64>| {
-            let distances = tensors.iter().zip(&bases).zip(&self.units).map(|((at, base), unit)| (at - base) / unit);
-            distances.into_iter().all(|distance| distance < 1 << 31)
+    /// How many of the first rows one launch takes: 32 bits count the distance from the lowest address to every
+    /// element, for a tensor of a row is smaller than half of what they count. A single row is in reach of itself.
+    fn reach(&self, rows: &[(&Row, Vec<u64>)]) -> usize {
+        let mut spans: Vec<(u64, u64)> = rows[0].1.iter().map(|at| (*at, *at)).collect();
+        let near = |(_, tensors): &&(&Row, Vec<u64>)| {
+            for ((low, high), at) in spans.iter_mut().zip(tensors) {
+                (*low, *high) = ((*low).min(*at), (*high).max(*at));
+            }
+            spans.iter().zip(&self.units).all(|((low, high), unit)| (high - base(*low)) / unit < 1 << 31)
         };
-        rows.iter().all(|(_, tensors)| near(tensors))
+        rows.iter().take_while(near).count().max(1)
     }
 
     fn launch(&self, rows: &[(&Row, Vec<u64>)], earlier: u32, resolve: &impl Fn(Arg) -> u64) -> TableLaunch {
-        let bases = self.bases(rows);
+        let lowest = |column: usize| rows.iter().map(|(_, tensors)| tensors[column]).min().map_or(0, base);
+        let bases: Vec<u64> = (0..self.units.len()).map(lowest).collect();
+        let mut words: Vec<u32> = Vec::new();
+        let mapped: u32 = rows.iter().map(|(row, _)| if self.blocks.is_some() { 0 } else { row.blocks }).sum();
+        let mut at = mapped;
+        for (row, _) in rows.iter().filter(|_| self.blocks.is_none()) {
+            words.extend(std::iter::repeat_n(at, row.blocks as usize));
+            at += (1 + row.tensors.len() + row.numbers.len()) as u32;
+        }
         let mut first = 0;
-        let mut numbers: Vec<u32> = Vec::new();
-        // No block is as late as the rows that are not there.
-        numbers.resize(self.slots, u32::MAX);
-        for (slot, (row, _)) in rows.iter().enumerate() {
-            numbers[slot] = first;
+        for (row, tensors) in rows {
+            words.push(first);
+            let distances = tensors.iter().zip(&bases).zip(&self.units).map(|((at, base), unit)| (at - base) / unit);
+            words.extend(distances.map(|distance| distance as u32));
+            words.extend(&row.numbers);
             first += row.blocks;
         }
-        let slots = (0..self.slots).map(|slot| rows.get(slot));
-        for (index, (base, unit)) in bases.iter().zip(&self.units).enumerate() {
-            let distance = |(_, tensors): &(&Row, Vec<u64>)| ((tensors[index] - base) / unit) as u32;
-            numbers.extend(slots.clone().map(|row| row.map_or(0, distance)));
-        }
-        for index in 0..rows.first().map_or(0, |(row, _)| row.numbers.len()) {
-            numbers.extend(slots.clone().map(|row| row.map_or(0, |(row, _)| row.numbers[index])));
-        }
-        numbers.extend([rows.len() as u32, earlier]);
         let buffers = bases.into_iter().chain(self.buffers.iter().map(|arg| resolve(*arg))).collect();
-        TableLaunch { buffers, numbers, blocks: self.blocks.unwrap_or(first) }
+        let blocks = self.blocks.unwrap_or(first);
+        TableLaunch { buffers, words, numbers: [rows.len() as u32, earlier], blocks }
     }
+}
+
+/// Where a column begins whose lowest tensor is here, at what any device takes for the beginning of a buffer: tensors may
+/// be parts of others.
+fn base(lowest: u64) -> u64 {
+    lowest / ALIGNMENT * ALIGNMENT
 }
 
 #[cfg(test)]
@@ -127,28 +127,33 @@ mod tests {
         };
         let table = Table {
             kernel: Arc::new(Kernel::new("none", &[], 1, 32, &(), |_| {})),
-            slots: 3,
             units: vec![16, 4],
             rows: vec![row(0, 2), row(1, 1), row(2, 5), row(3, 1)],
             buffers: vec![Arg::Scratch(8)],
             reals: Vec::new(),
             blocks: None,
         };
-        let at = |far: u64| {
-            table.launches(|arg| match arg {
-                Arg::Operand(index, _) => 4096 - 256 * index as u64,
-                Arg::Result(1, _) => 1024 + far,
-                Arg::Result(index, _) => 1024 + 256 * index as u64,
-                Arg::Scratch(at) => 64 + at,
-            })
+        let place = |arg: Arg, far: u64| match arg {
+            Arg::Operand(index, _) => 4096 - 256 * index as u64,
+            Arg::Result(1, _) => 1024 + far,
+            Arg::Result(index, _) => 1024 + 256 * index as u64,
+            Arg::Scratch(at) => 64 + at,
         };
+        let at = |far: u64| table.launches(|arg| place(arg, far));
         let near = at(256);
-        assert_eq!(near.len(), 2);
-        assert_eq!((&near[0].buffers[..], near[0].blocks), (&[4096 - 512, 1024, 72][..], 8));
-        assert_eq!(near[0].numbers, [0, 2, 3, 32, 16, 0, 0, 64, 128, 100, 101, 102, 3, 0]);
-        assert_eq!(near[1].numbers, [0, u32::MAX, u32::MAX, 0, 0, 0, 0, 0, 0, 103, 0, 0, 1, 1]);
+        assert_eq!(near.len(), 1);
+        assert_eq!((&near[0].buffers[..], near[0].blocks), (&[4096 - 768, 1024, 72][..], 9));
+        // For nine blocks the row of each, and then four rows of four.
+        let rows = [9, 9, 13, 17, 17, 17, 17, 17, 21];
+        let of_rows = [[0, 48, 0, 100], [2, 32, 64, 101], [3, 16, 128, 102], [8, 0, 192, 103]];
+        assert_eq!(near[0].words, [&rows[..], &of_rows.concat()].concat());
+        assert_eq!(near[0].numbers, [4, 0]);
         // The second lies 16 GiB away.
         let far = at(1 << 34);
         assert_eq!(far.iter().map(|launch| launch.blocks).collect::<Vec<_>>(), [2, 1, 6]);
+        assert_eq!(far.iter().map(|launch| launch.numbers).collect::<Vec<_>>(), [[1, 0], [1, 1], [2, 2]]);
+        // Blocks that belong to no rows.
+        let apart = Table { blocks: Some(5), ..table.clone() }.launches(|arg| place(arg, 256));
+        assert_eq!((apart.len(), apart[0].blocks, &apart[0].words), (1, 5, &of_rows.concat()));
     }
 }

@@ -31,7 +31,7 @@ fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> 
     };
     let mut word = |step: &Step| match step {
         Step::Launch(launch) => named(&launch.kernel, launch.numbers.len() + launch.reals.len()),
-        Step::Table(table) => named(&table.kernel, table.slots + table.reals.len()),
+        Step::Table(table) => named(&table.kernel, 2 + table.reals.len()),
         Step::Zero { .. } => "zero".to_string(),
         Step::Copy { .. } => "copy".to_string(),
         Step::Upload { .. } => "upload".to_string(),

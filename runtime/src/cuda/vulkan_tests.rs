@@ -128,7 +128,9 @@ fn execute(client: &Client, selection: Selection, operands: &[HostTensor], types
             Step::Launch(step) => launch(client, *step, |arg| memory.clone().offset_start(arena.at(arg))),
             Step::Table(table) => {
                 for one in table.launches(|arg| arena.at(arg)) {
-                    let buffers = one.buffers.iter().map(|at| memory.clone().offset_start(*at)).collect();
+                    let words: Vec<u8> = one.words.iter().flat_map(|word| word.to_le_bytes()).collect();
+                    let columns = one.buffers.iter().map(|at| memory.clone().offset_start(*at));
+                    let buffers = columns.chain([client.create_from_slice(&words)]).collect();
                     start(client, table.kernel.clone(), buffers, (&one.numbers, &table.reals), [one.blocks, 1, 1]);
                 }
             }
@@ -461,14 +463,17 @@ fn large_tensors_are_taken_in_parts() {
 fn many_small_tensors_at_once() {
     let Some(client) = client() else { return };
     let sizes = [[36, 1], [8, 8], [7, 3], [300, 100], [1, 1], [16, 12]];
-    // More than one launch takes, and of two widths of vectors.
+    // Of two widths of vectors.
     let all: Vec<TensorType> = (0..22).map(|index| t(&sizes[index % sizes.len()])).collect();
     let count = all.len();
     let squares = Each { count, op: Box::new(SumSquares {}.into()) };
     check(&client, squares, &all, &vec![t(&[]); count], 1);
     check(&client, Each { count, op: Box::new(Cast {}.into()) }, &all, &all, 1);
     check(&client, Total {}, &vec![t(&[]); 150], &[t(&[])], 1);
-    check(&client, Total {}, &vec![t(&[40, 30]); 70], &[t(&[40, 30])], 1);
+    for terms in [2, 3, 70] {
+        check(&client, Total {}, &vec![t(&[40, 30]); terms], &[t(&[40, 30])], 1);
+    }
+    check(&client, Total {}, &vec![t(&[5]); 9], &[t(&[5])], 1);
     let (mut operands, mut types) = (Vec::new(), Vec::new());
     for (index, ty) in all.iter().enumerate() {
         let mut values: Vec<HostTensor> = (0..4).map(|at| tensor(ty, 4 * index as u64 + at + 1, 1)).collect();

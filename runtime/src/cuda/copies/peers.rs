@@ -155,7 +155,7 @@ fn open(handle: &[u8]) -> Result<u64, Failure> {
 impl Peers {
     /// Memory for flags, beside an arena of this rank, one of `ranks`.
     pub fn new(device: &mut Device, arena: u64, rank: u64, ranks: u64) -> Result<Self, Failure> {
-        let flags = device.allocate_shared(FLAG_BYTES)?;
+        let flags = device.allocate_beside(FLAG_BYTES)?;
         let stream =
             || result::stream::create(result::stream::StreamKind::NonBlocking).map_err(says("a stream of copies"));
         let (sending, helping) = (stream()?, stream()?);

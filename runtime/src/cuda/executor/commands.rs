@@ -210,9 +210,9 @@ fn selected(
         commands.push(match step {
             Step::Launch(launch) => Command::Launch(device.prepare(launch, resolve)?),
             Step::Table(table) => {
-                let launches = table.launches(resolve);
-                let ready = launches.into_iter().map(|launch| device.prepare_table(table, launch).map(Command::Launch));
-                commands.extend(ready.collect::<Result<Vec<_>, _>>()?);
+                for launch in table.launches(resolve) {
+                    commands.push(Command::Launch(device.prepare_table(table, launch)?));
+                }
                 continue;
             }
             Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },

@@ -5,16 +5,16 @@ use super::fold::{Fold, block_sum, fold_range};
 use crate::cuda::kernel::{Elem, Lanes, Pack};
 use cubecl::prelude::*;
 
-/// The number of column `column` for the row that a block works on; column 0 is the row's first block.
+/// Where in the table this block's row is: its first block, its tensors' places, its numbers.
 #[cube]
-fn of_row(table: &Sequence<u32>, block: u32, #[comptime] column: usize, #[comptime] slots: usize) -> u32 {
-    let found = RuntimeCell::<u32>::new(table[comptime!(column * slots)]);
-    #[unroll]
-    for slot in 1..slots {
-        let is_later = block >= table[slot];
-        found.store(select(is_later, table[comptime!(column * slots + slot)], found.read()));
-    }
-    found.read()
+fn own_row(table: &Array<u32>) -> usize {
+    table[CUBE_POS] as usize
+}
+
+/// This block's number among those of its row.
+#[cube]
+fn own_block(table: &Array<u32>, row: usize) -> u32 {
+    CUBE_POS as u32 - table[row]
 }
 
 /// One AdamW update of every row: the columns are the operands `parameter`, `gradient`, `m` and `v`, the
@@ -33,7 +33,7 @@ pub fn adamw_many(
     gradient_scale: &Array<f32>,
     learning_rate: &Array<f32>,
     step: &Array<f32>,
-    table: &Sequence<u32>,
+    table: &Array<u32>,
     log_beta1: f32,
     log_beta2: f32,
     rest1: f32,
@@ -41,24 +41,23 @@ pub fn adamw_many(
     eps: f32,
     weight_decay: f32,
     #[comptime] casts: bool,
-    #[comptime] slots: usize,
     #[comptime] chunk: u32,
     #[comptime] threads: u32,
 ) {
-    let block = CUBE_POS as u32;
-    let first = (block - of_row(table, block, 0usize, slots)) * chunk;
-    let last = min(first + chunk, of_row(table, block, 12usize, slots)) as usize;
-    let at_p = of_row(table, block, 1usize, slots) as usize;
-    let at_g = of_row(table, block, 2usize, slots) as usize;
-    let at_m = of_row(table, block, 3usize, slots) as usize;
-    let at_v = of_row(table, block, 4usize, slots) as usize;
-    let to_p = of_row(table, block, 5usize, slots) as usize;
-    let to_m = of_row(table, block, 6usize, slots) as usize;
-    let to_v = of_row(table, block, 7usize, slots) as usize;
-    let to_cast = of_row(table, block, 8usize, slots) as usize;
-    let scale = gradient_scale[of_row(table, block, 9usize, slots) as usize];
-    let rate = learning_rate[of_row(table, block, 10usize, slots) as usize];
-    let number = step[of_row(table, block, 11usize, slots) as usize];
+    let row = own_row(table);
+    let first = own_block(table, row) * chunk;
+    let last = min(first + chunk, table[row + 12]) as usize;
+    let at_p = table[row + 1] as usize;
+    let at_g = table[row + 2] as usize;
+    let at_m = table[row + 3] as usize;
+    let at_v = table[row + 4] as usize;
+    let to_p = table[row + 5] as usize;
+    let to_m = table[row + 6] as usize;
+    let to_v = table[row + 7] as usize;
+    let to_cast = table[row + 8] as usize;
+    let scale = gradient_scale[table[row + 9] as usize];
+    let rate = learning_rate[table[row + 10] as usize];
+    let number = step[table[row + 11] as usize];
     let at = RuntimeCell::<usize>::new((first + UNIT_POS as u32) as usize);
     while at.read() < last {
         let now = at.read();
@@ -100,16 +99,15 @@ pub fn adamw_many(
 pub fn cast_many(
     x: &Array<Pack<0>>,
     y: &mut Array<Pack<1>>,
-    table: &Sequence<u32>,
-    #[comptime] slots: usize,
+    table: &Array<u32>,
     #[comptime] chunk: u32,
     #[comptime] threads: u32,
 ) {
-    let block = CUBE_POS as u32;
-    let first = (block - of_row(table, block, 0usize, slots)) * chunk;
-    let last = min(first + chunk, of_row(table, block, 3usize, slots)) as usize;
-    let at_x = of_row(table, block, 1usize, slots) as usize;
-    let at_y = of_row(table, block, 2usize, slots) as usize;
+    let row = own_row(table);
+    let first = own_block(table, row) * chunk;
+    let last = min(first + chunk, table[row + 3]) as usize;
+    let at_x = table[row + 1] as usize;
+    let at_y = table[row + 2] as usize;
     let at = RuntimeCell::<usize>::new((first + UNIT_POS as u32) as usize);
     while at.read() < last {
         let now = at.read();
@@ -137,19 +135,19 @@ pub fn cast_many(
 pub fn squares_many(
     x: &Array<Pack<0>>,
     partial: &mut Array<f32>,
-    table: &Sequence<u32>,
-    #[comptime] slots: usize,
+    table: &Array<u32>,
     #[comptime] chunk: u32,
     #[comptime] threads: u32,
 ) {
-    let block = CUBE_POS as u32;
-    let own = block - of_row(table, block, 0usize, slots);
-    let at_x = of_row(table, block, 1usize, slots) as usize;
+    let row = own_row(table);
+    let own = own_block(table, row);
+    let at_x = table[row + 1] as usize;
     let first = own * chunk;
-    let last = min(first + chunk, of_row(table, block, 2usize, slots)) as usize;
+    let last = min(first + chunk, table[row + 2]) as usize;
     let sum = fold_range(x, at_x + first as usize, at_x + last, Fold::SumSquares, threads);
     if UNIT_POS == 0 {
-        partial[(of_row(table, block, 3usize, slots) + own) as usize] = sum;
+        let at = (table[row + 3] + own) as usize;
+        partial[at] = sum;
     }
 }
 
@@ -159,13 +157,12 @@ pub fn squares_many(
 pub fn sums_many(
     y: &mut Array<Elem<0>>,
     partial: &Array<f32>,
-    table: &Sequence<u32>,
-    #[comptime] slots: usize,
+    table: &Array<u32>,
     #[comptime] threads: u32,
 ) {
-    let block = CUBE_POS as u32;
-    let count = of_row(table, block, 2usize, slots) as usize;
-    let first = of_row(table, block, 3usize, slots) as usize;
+    let row = own_row(table);
+    let count = table[row + 2] as usize;
+    let first = table[row + 3] as usize;
     let state = RuntimeCell::<f32>::new(f32::new(0.0) * 1.0f32);
     let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
     while at.read() < count {
@@ -174,22 +171,23 @@ pub fn sums_many(
     }
     let sum = block_sum(state.read(), threads);
     if UNIT_POS == 0 {
-        y[of_row(table, block, 1usize, slots) as usize] = Elem::<0>::cast_from(sum);
+        let at = table[row + 1] as usize;
+        y[at] = Elem::<0>::cast_from(sum);
     }
 }
 
-/// The sum of the rows, element by element, added to what earlier launches made; the column is the operand,
-/// `n` counts vectors. `rows` and `earlier` are the table's last numbers.
+/// The sum of the rows, element by element, added to what earlier launches made: the column is the operand, the table has
+/// the rows alone. `n` counts vectors; `terms` rows are on their way at a time.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn total(
     x: &Array<Pack<0>>,
     y: &mut Array<Pack<0>>,
-    table: &Sequence<u32>,
+    table: &Array<u32>,
     rows: u32,
     earlier: u32,
     #[comptime] n: u32,
-    #[comptime] slots: usize,
+    #[comptime] terms: u32,
 ) {
     let at = ABSOLUTE_POS;
     if at < comptime!(n as usize) {
@@ -199,15 +197,24 @@ pub fn total(
         for lane in 0..Lanes::value() {
             sum[lane] = select(earlier > 0u32, f32::cast_from(before[lane]), f32::new(0.0) * 1.0f32);
         }
-        #[unroll]
-        for slot in 0..slots {
-            if comptime!(slot as u32) < rows {
-                let term = x[table[comptime!(slots + slot)] as usize + at];
+        let row = RuntimeCell::<u32>::new(0u32);
+        while row.read() < rows {
+            let now = row.read();
+            let mut read = Sequence::<Pack<0>>::new();
+            #[unroll]
+            for term in 0..terms {
+                read.push(x[table[(2 * min(now + term, rows - 1) + 1) as usize] as usize + at]);
+            }
+            #[unroll]
+            for term in 0..terms {
+                let read = read.index(comptime!(term as usize));
                 #[unroll]
                 for lane in 0..Lanes::value() {
-                    sum[lane] += f32::cast_from(term[lane]);
+                    let value = f32::cast_from(read[lane]);
+                    sum[lane] += select(now + term < rows, value, f32::new(0.0) * 1.0f32);
                 }
             }
+            row.store(now + terms);
         }
         let mut out = Pack::<0>::empty();
         #[unroll]
@@ -215,5 +222,30 @@ pub fn total(
             out[lane] = Elem::<0>::cast_from(sum[lane]);
         }
         y[at] = out;
+    }
+}
+
+/// [`total()`] where there are few elements and many rows: a block for each element.
+#[cube]
+pub fn total_of_few(
+    x: &Array<Elem<0>>,
+    y: &mut Array<Elem<0>>,
+    table: &Array<u32>,
+    rows: u32,
+    earlier: u32,
+    #[comptime] threads: u32,
+) {
+    let at = CUBE_POS;
+    let state = RuntimeCell::<f32>::new(f32::new(0.0) * 1.0f32);
+    let row = RuntimeCell::<u32>::new(UNIT_POS);
+    while row.read() < rows {
+        let now = row.read();
+        state.store(state.read() + f32::cast_from(x[table[(2 * now + 1) as usize] as usize + at]));
+        row.store(now + threads);
+    }
+    let sum = block_sum(state.read(), threads);
+    if UNIT_POS == 0 {
+        let before = select(earlier > 0u32, f32::cast_from(y[at]), f32::new(0.0) * 1.0f32);
+        y[at] = Elem::<0>::cast_from(before + sum);
     }
 }

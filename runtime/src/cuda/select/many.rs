@@ -9,11 +9,11 @@ use shardc_ir::{DType, TensorType};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Tensors of one launch: their places are arguments, of which there is room for some hundreds.
-const SLOTS: usize = 16;
+/// Terms of a sum that are on their way at a time.
+const TERMS: usize = 4;
 
-/// Terms of a sum that one launch adds.
-const TERMS: usize = 64;
+/// Elements of a sum, at the most, that have a block each.
+const FEW: u64 = 32;
 
 /// Vectors that a block works on: eight per thread.
 const CHUNK: u32 = 8 * THREADS;
@@ -43,17 +43,16 @@ pub fn cast_row(from: Arg, to: Arg, vectors: u32) -> Row {
     Row { tensors: vec![from, to], numbers: vec![vectors], blocks: blocks(vectors) }
 }
 
-/// Copies rows of elements of one type to rows of another, in vectors of so many elements, so many rows a launch.
-pub fn cast_table(types: [DType; 2], (width, slots): (usize, usize), rows: Vec<Row>) -> Table {
-    let kernel = Kernel::new("cast_many", &types, width, THREADS, &slots, move |d| {
-        let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
-        let table = d.numbers(slots * 4);
+/// Copies rows of elements of one type to rows of another, in vectors of so many elements.
+pub fn cast_table(types: [DType; 2], width: usize, rows: Vec<Row>) -> Table {
+    let kernel = Kernel::new("cast_many", &types, width, THREADS, &(), |d| {
+        let (x, y, table) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.input::<u32>());
         let (_, _) = (d.number(), d.number());
-        kernels::cast_many::expand(d.scope(), x, y, table, slots, CHUNK, THREADS);
+        kernels::cast_many::expand(d.scope(), x, y, table, CHUNK, THREADS);
     });
     let units = types.iter().map(|dtype| dtype.size() * width as u64).collect();
     let (buffers, reals) = (Vec::new(), Vec::new());
-    Table { kernel: Arc::new(kernel), slots, units, rows, buffers, reals, blocks: None }
+    Table { kernel: Arc::new(kernel), units, rows, buffers, reals, blocks: None }
 }
 
 impl Select<'_> {
@@ -94,19 +93,19 @@ impl Select<'_> {
     }
 
     fn adamw_many(&mut self, op: &Adamw, types: &[DType], width: usize, items: &[Item]) {
-        let (columns, casts) = (11, op.cast.is_some());
+        let casts = op.cast.is_some();
         let kernel = Kernel::new("adamw_many", types, width, THREADS, &casts, move |d| {
             let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
             let (np, nm, nv) = (d.output::<Pack<0>>(), d.output::<Pack<2>>(), d.output::<Pack<2>>());
             let nc = d.output::<Pack<3>>();
             let (scale, rate, step) = (d.input::<f32>(), d.input::<f32>(), d.input::<f32>());
-            let table = d.numbers(SLOTS * (1 + columns + 1));
+            let table = d.input::<u32>();
             let (l1, l2, r1, r2, eps, decay) = (d.real(), d.real(), d.real(), d.real(), d.real(), d.real());
             let (_, _) = (d.number(), d.number());
             let scope = d.scope();
             kernels::adamw_many::expand(
-                scope, p, g, m, v, np, nm, nv, nc, scale, rate, step, table, l1, l2, r1, r2, eps, decay, casts, SLOTS,
-                CHUNK, THREADS,
+                scope, p, g, m, v, np, nm, nv, nc, scale, rate, step, table, l1, l2, r1, r2, eps, decay, casts, CHUNK,
+                THREADS,
             );
         });
         let row = |item: &Item| {
@@ -124,7 +123,6 @@ impl Select<'_> {
         let reals = super::elementwise::adamw_reals(op);
         self.table(Table {
             kernel: Arc::new(kernel),
-            slots: SLOTS,
             units,
             rows: items.iter().map(row).collect(),
             buffers: Vec::new(),
@@ -135,23 +133,21 @@ impl Select<'_> {
 
     fn cast_many(&mut self, types: &[DType], width: usize, items: &[Item]) {
         let row = |item: &Item| cast_row(OP(item.operand), RES(item.result), item.vectors);
-        self.table(cast_table([types[0], types[1]], (width, SLOTS), items.iter().map(row).collect()));
+        self.table(cast_table([types[0], types[1]], width, items.iter().map(row).collect()));
     }
 
     fn squares_many(&mut self, dtype: DType, width: usize, items: &[Item]) {
         let blocks: u32 = items.iter().map(|item| item.blocks()).sum();
         let partial = self.scratch(u64::from(blocks) * 4);
         let chunks = Kernel::new("squares_many", &[dtype], width, THREADS, &(), |d| {
-            let (x, partial) = (d.input::<Pack<0>>(), d.output::<f32>());
-            let table = d.numbers(SLOTS * 4);
+            let (x, partial, table) = (d.input::<Pack<0>>(), d.output::<f32>(), d.input::<u32>());
             let (_, _) = (d.number(), d.number());
-            kernels::squares_many::expand(d.scope(), x, partial, table, SLOTS, CHUNK, THREADS);
+            kernels::squares_many::expand(d.scope(), x, partial, table, CHUNK, THREADS);
         });
         let sums = Kernel::new("sums_many", &[DType::F32], 1, THREADS, &(), |d| {
-            let (y, partial) = (d.output::<Elem<0>>(), d.input::<f32>());
-            let table = d.numbers(SLOTS * 4);
+            let (y, partial, table) = (d.output::<Elem<0>>(), d.input::<f32>(), d.input::<u32>());
             let (_, _) = (d.number(), d.number());
-            kernels::sums_many::expand(d.scope(), y, partial, table, SLOTS, THREADS);
+            kernels::sums_many::expand(d.scope(), y, partial, table, THREADS);
         });
         let (mut rows, mut ends, mut first) = (Vec::new(), Vec::new(), 0);
         for item in items {
@@ -164,7 +160,7 @@ impl Select<'_> {
         for (kernel, unit, rows) in [(chunks, dtype.size() * width as u64, rows), (sums, 4, ends)] {
             let (kernel, units) = (Arc::new(kernel), vec![unit]);
             let (buffers, reals) = (vec![partial], Vec::new());
-            self.table(Table { kernel, slots: SLOTS, units, rows, buffers, reals, blocks: None });
+            self.table(Table { kernel, units, rows, buffers, reals, blocks: None });
         }
     }
 
@@ -173,23 +169,32 @@ impl Select<'_> {
         if ty.elements() >= 1 << 31 {
             return Err(format!("{ty} is too large for a sum of several"));
         }
-        let width = lanes(&[ty.dtype], &[ty.elements()]);
-        let n = (ty.elements() / width as u64) as u32;
-        let kernel = Kernel::new("total", &[ty.dtype], width, THREADS, &n, move |d| {
-            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<0>>());
-            let (table, rows, earlier) = (d.numbers(TERMS * 2), d.number(), d.number());
-            kernels::total::expand(d.scope(), x, y, table, rows, earlier, n, TERMS);
-        });
+        let (elements, count) = (ty.elements(), self.operands.len());
+        let is_few = elements <= FEW && count > TERMS;
+        let width = if is_few { 1 } else { lanes(&[ty.dtype], &[elements]) };
+        let n = (elements / width as u64) as u32;
+        let terms = TERMS.min(count) as u32;
+        let kernel = if is_few {
+            Kernel::new("total_of_few", &[ty.dtype], width, THREADS, &(), |d| {
+                let (x, y, table) = (d.input::<Elem<0>>(), d.output::<Elem<0>>(), d.input::<u32>());
+                let (rows, earlier) = (d.number(), d.number());
+                kernels::total_of_few::expand(d.scope(), x, y, table, rows, earlier, THREADS);
+            })
+        } else {
+            Kernel::new("total", &[ty.dtype], width, THREADS, &(n, terms), move |d| {
+                let (x, y, table) = (d.input::<Pack<0>>(), d.output::<Pack<0>>(), d.input::<u32>());
+                let (rows, earlier) = (d.number(), d.number());
+                kernels::total::expand(d.scope(), x, y, table, rows, earlier, n, terms);
+            })
+        };
         let row = |index: usize| Row { tensors: vec![OP(index)], numbers: Vec::new(), blocks: 0 };
-        let buffers: Vec<Arg> = vec![RES(0)];
         self.table(Table {
             kernel: Arc::new(kernel),
-            slots: TERMS,
             units: vec![ty.dtype.size() * width as u64],
-            rows: (0..self.operands.len()).map(row).collect(),
-            buffers,
+            rows: (0..count).map(row).collect(),
+            buffers: vec![RES(0)],
             reals: Vec::new(),
-            blocks: Some(n.div_ceil(THREADS)),
+            blocks: Some(if is_few { n } else { n.div_ceil(THREADS) }),
         });
         Ok(())
     }

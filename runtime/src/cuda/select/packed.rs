@@ -19,9 +19,6 @@ const MOST_OF_EACH: u64 = 1 << 20;
 /// Parts that are copied, of all tensors and ranks together, at the most.
 const MOST_PARTS: u64 = 1024;
 
-/// Parts that one launch copies.
-const SLOTS: usize = 64;
-
 /// Bytes at which parts begin.
 const ALIGNMENT: u64 = 16;
 
@@ -106,7 +103,7 @@ fn copies(rows: Vec<(Arg, Arg, u64)>, dtype: DType) -> Vec<Step> {
         let width = lanes(&[dtype], &[elements]);
         tables.entry(width).or_default().push(cast_row(from, to, (elements / width as u64) as u32));
     }
-    let table = |(width, rows)| Step::Table(Box::new(cast_table([dtype; 2], (width, SLOTS), rows)));
+    let table = |(width, rows)| Step::Table(Box::new(cast_table([dtype; 2], width, rows)));
     tables.into_iter().map(table).collect()
 }
 
