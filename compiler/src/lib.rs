@@ -14,6 +14,7 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 mod agrees;
+pub mod allocator;
 pub mod capacity;
 pub mod compile;
 pub mod data;

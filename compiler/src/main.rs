@@ -6,14 +6,14 @@
 mod cli;
 
 use clap::Parser;
-use mimalloc::MiMalloc;
+use shardc::allocator::{Allocator, keep_freed_pages};
 use std::process::ExitCode;
 
-/// Planning makes and drops many small vectors.
 #[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
+static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
+    keep_freed_pages();
     let cli = cli::args::Cli::parse();
     cli::log::start(cli.verbose);
     match cli::run(cli) {

@@ -1,6 +1,6 @@
 //! `agreement [--count N] [--seed N] [--rows]`: how near the search's closed form is to the programs of its plans.
 
-use mimalloc::MiMalloc;
+use shardc::allocator::{Allocator, keep_freed_pages};
 use shardc_bench::agreement::draw::Draw;
 use shardc_bench::agreement::{measure, report};
 use std::io::Write;
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 /// As the command has it.
 #[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
+static ALLOCATOR: Allocator = Allocator;
 
 const USAGE: &str = "usage: agreement [--count N] [--seed N] [--rows]
 
@@ -19,6 +19,7 @@ request instead: seconds and bytes of both, and the request.
 ";
 
 fn main() -> ExitCode {
+    keep_freed_pages();
     let (mut count, mut seed, mut is_rows) = (200, 1, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {

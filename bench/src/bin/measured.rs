@@ -1,13 +1,13 @@
 //! `measured FILE…`: how far today's predictions are from steps that were measured.
 
-use mimalloc::MiMalloc;
+use shardc::allocator::{Allocator, keep_freed_pages};
 use shardc_bench::{command, measured};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// As the command has it.
 #[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
+static ALLOCATOR: Allocator = Allocator;
 
 const USAGE: &str = "usage: measured FILE...
 
@@ -16,6 +16,7 @@ step and memory beside what is predicted. bench/measured.py measures them again 
 ";
 
 fn main() -> ExitCode {
+    keep_freed_pages();
     command::end(run(), 2)
 }
 

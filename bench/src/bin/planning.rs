@@ -1,7 +1,7 @@
 //! `planning [--quick] [--svg FILE]`: measures how long planning takes.
 
-use mimalloc::MiMalloc;
 use shardc::Error;
+use shardc::allocator::{Allocator, keep_freed_pages};
 use shardc_bench::command;
 use shardc_bench::planning::measure::{self, Planned};
 use shardc_bench::planning::plot::{Line, svg};
@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 /// As the command has it.
 #[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
+static ALLOCATOR: Allocator = Allocator;
 
 const USAGE: &str = "usage: planning [--quick] [--svg FILE]
 
@@ -22,6 +22,7 @@ possible, and how many plans are evaluated in a second on one core. With --svg g
 ";
 
 fn main() -> ExitCode {
+    keep_freed_pages();
     let (mut is_quick, mut file) = (false, None);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {

@@ -154,12 +154,7 @@ pub fn squares_many(
 /// Block `b` adds the partial sums of row `b` up: the column is the result, one element; the rows' numbers are
 /// how many sums there are and where they begin.
 #[cube]
-pub fn sums_many(
-    y: &mut Array<Elem<0>>,
-    partial: &Array<f32>,
-    table: &Array<u32>,
-    #[comptime] threads: u32,
-) {
+pub fn sums_many(y: &mut Array<Elem<0>>, partial: &Array<f32>, table: &Array<u32>, #[comptime] threads: u32) {
     let row = own_row(table);
     let count = table[row + 2] as usize;
     let first = table[row + 3] as usize;
