@@ -100,30 +100,69 @@ fn best_of_orders(lives: &[Life]) -> (Vec<u64>, u64) {
     best.unwrap_or_default()
 }
 
-/// A storage that has its place, or several that live at one time and lie one behind the other: no gap is between them.
-#[derive(Clone, Copy)]
-struct Placed {
-    offset: u64,
-    end: u64,
-    start: usize,
-    last: usize,
+/// The first and the last instruction of a life. That they are signed lets four be compared at once.
+type Span = [i32; 2];
+
+fn span(life: &Life) -> Span {
+    [life.start as i32, life.end as i32]
 }
 
-impl Placed {
-    /// Whether the other begins where this one ends, and lives as long.
-    fn is_before(&self, other: &Self) -> bool {
-        self.end == other.offset && (self.start, self.last) == (other.start, other.last)
+fn meet([start, last]: Span, [from, to]: Span) -> bool {
+    (from <= last) & (to >= start)
+}
+
+/// Storages that have their places, by offset. When they live, which is looked at of all of them, lies apart from where they
+/// lie. Those that live at one time and lie one behind the other, with no gap between them, are one.
+#[derive(Clone, Default)]
+struct Row {
+    lives: Vec<Span>,
+    /// Where each begins and ends.
+    places: Vec<[u64; 2]>,
+}
+
+/// Lives that are compared before any place is looked at.
+const LANES: usize = 32;
+
+impl Row {
+    fn put(&mut self, life: Span, [offset, end]: [u64; 2]) {
+        let position = self.places.partition_point(|[other, _]| *other <= offset);
+        let before = position.checked_sub(1).filter(|at| self.lives[*at] == life && self.places[*at][1] == offset);
+        match before {
+            Some(before) => self.places[before][1] = end,
+            None => {
+                self.lives.insert(position, life);
+                self.places.insert(position, [offset, end]);
+            }
+        }
+    }
+
+    /// The places of what lives together with this.
+    #[inline(always)]
+    fn each(&self, life: Span, mut pass: impl FnMut([u64; 2])) {
+        let (lots, rest) = self.lives.as_chunks::<LANES>();
+        let (places, of_rest) = self.places.split_at(lots.len() * LANES);
+        for (lot, places) in lots.iter().zip(places.chunks_exact(LANES)) {
+            let mut met = 0u32;
+            for (lane, other) in lot.iter().enumerate() {
+                met |= u32::from(meet(life, *other)) << lane;
+            }
+            while met != 0 {
+                pass(places[met.trailing_zeros() as usize]);
+                met &= met - 1;
+            }
+        }
+        rest.iter().zip(of_rest).filter(|(other, _)| meet(life, **other)).for_each(|(_, place)| pass(*place));
     }
 }
 
-/// What is placed, by offset. Most storages live in one of [`SPANS`] spans of instructions, and meet few of the others:
-/// those of the same span, and those that live in several.
+/// What is placed. Most storages live in one of [`SPANS`] spans of instructions, and meet few of the others: those of the
+/// same span, and those that live in several.
 struct Shelf {
-    all: Vec<Placed>,
+    all: Row,
     /// Those that live in several spans.
-    long: Vec<Placed>,
+    long: Row,
     /// Those that live in one.
-    short: Vec<Vec<Placed>>,
+    short: Vec<Row>,
     /// Instructions of a span.
     length: usize,
 }
@@ -131,8 +170,8 @@ struct Shelf {
 impl Shelf {
     fn new(lives: &[Life]) -> Self {
         let horizon = lives.iter().map(|life| life.end + 1).max().unwrap_or(1);
-        let (all, long) = (Vec::with_capacity(lives.len()), Vec::new());
-        Self { all, long, short: vec![Vec::new(); SPANS], length: horizon.div_ceil(SPANS) }
+        let (all, long, short) = (Row::default(), Row::default(), vec![Row::default(); SPANS]);
+        Self { all, long, short, length: horizon.div_ceil(SPANS) }
     }
 
     /// The span that a storage lives in, if it is one.
@@ -143,44 +182,44 @@ impl Shelf {
 
     /// The tightest gap for a storage among those that live with it, or the end of them all.
     fn gap(&self, life: &Life) -> u64 {
-        let (one, other) = match self.span(life) {
-            Some(span) => (&self.long[..], &self.short[span][..]),
-            None => (&self.all[..], &[][..]),
-        };
         let (size, mut at, mut best) = (life.size(), 0, None);
-        let mut pass = |placed: &Placed| {
-            if placed.start > life.end || placed.last < life.start {
-                return;
+        let mut pass = |[offset, end]: [u64; 2]| {
+            if offset >= at + size && best.is_none_or(|(gap, _)| offset - at < gap) {
+                best = Some((offset - at, at));
             }
-            if placed.offset >= at + size && best.is_none_or(|(gap, _)| placed.offset - at < gap) {
-                best = Some((placed.offset - at, at));
-            }
-            at = at.max(placed.end);
+            at = at.max(end);
         };
-        let mut rest = other.iter().peekable();
-        for placed in one {
-            while let Some(before) = rest.next_if(|before| before.offset < placed.offset) {
-                pass(before);
+        let own = span(life);
+        match self.span(life) {
+            None => self.all.each(own, &mut pass),
+            Some(in_span) => {
+                let short = &self.short[in_span];
+                let mut rest = short.lives.iter().zip(&short.places).peekable();
+                let mut pass_before = |offset: u64, pass: &mut dyn FnMut([u64; 2])| {
+                    while let Some((other, place)) = rest.next_if(|(_, [before, _])| *before < offset) {
+                        if meet(own, *other) {
+                            pass(*place);
+                        }
+                    }
+                };
+                self.long.each(own, |place| {
+                    pass_before(place[0], &mut pass);
+                    pass(place);
+                });
+                pass_before(u64::MAX, &mut pass);
             }
-            pass(placed);
         }
-        rest.for_each(pass);
         best.map_or(at, |(_, at)| at)
     }
 
     fn put(&mut self, life: &Life, offset: u64) {
-        let placed = Placed { offset, end: offset + life.size(), start: life.start, last: life.end };
+        let place = [offset, offset + life.size()];
         let own = match self.span(life) {
-            Some(span) => &mut self.short[span],
+            Some(in_span) => &mut self.short[in_span],
             None => &mut self.long,
         };
-        for shelf in [own, &mut self.all] {
-            let position = shelf.partition_point(|other| other.offset <= offset);
-            match shelf[..position].last_mut().filter(|before| before.is_before(&placed)) {
-                Some(before) => before.end = placed.end,
-                None => shelf.insert(position, placed),
-            }
-        }
+        own.put(span(life), place);
+        self.all.put(span(life), place);
     }
 }
 
