@@ -87,6 +87,8 @@ struct Stage {
     is_awaited: bool,
     /// Since when it runs the step before the next, if it does.
     running: Option<f64>,
+    /// How many messages were made for it and not handed over.
+    pending: u32,
 }
 
 /// The messages of a link, which come one microbatch after the other: passes run in that order.
@@ -233,8 +235,10 @@ impl<'a> Run<'a> {
                 touched.push(what);
                 if self.stages[what].running.take().is_some() {
                     for link in self.makes.of(self.orders[what][self.stages[what].next - 1]) {
-                        self.wires[*link].made += 1;
-                        touched.push(self.wires[*link].to);
+                        let Wire { to, made, .. } = &mut self.wires[*link];
+                        *made += 1;
+                        self.stages[*to].pending += 1;
+                        touched.push(*to);
                     }
                 }
                 continue;
@@ -263,6 +267,9 @@ impl<'a> Run<'a> {
     /// Hands over one message that a stage's next step needs, if it was made and none passes at either end; else one end
     /// is awaited.
     fn receive(&mut self, to: usize) -> bool {
+        if self.stages[to].pending == 0 {
+            return false;
+        }
         let Some(step) = self.orders[to].get(self.stages[to].next).copied() else { return false };
         let Self { reads, wires, stages, awake, now, .. } = self;
         let count = stages.len();
@@ -280,6 +287,7 @@ impl<'a> Run<'a> {
         let Some(link) = made.find(|link| may_pass(to) && may_pass(wires[*link].from)) else { return false };
         let from = wires[link].from;
         wires[link].received += 1;
+        stages[to].pending -= 1;
         for (stage, peer, is_send) in [(from, to, true), (to, from, false)] {
             self.pass(stage, Message { link, microbatch: step.microbatch, peer: peer as u64, is_send });
         }
