@@ -14,7 +14,6 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 mod agrees;
-pub mod allocator;
 pub mod capacity;
 pub mod compile;
 pub mod data;
@@ -49,5 +48,5 @@ pub use saved::saved_weights;
 pub use shardc_passes::cluster::Cluster;
 pub use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind};
 pub use shardc_passes::precision::Precision;
-pub use shardc_runtime::Feeds;
+pub use shardc_runtime::{Feeds, allocator};
 pub use train::{FromInitialisers, TrainOptions, Trainer, Weights};

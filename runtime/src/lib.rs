@@ -6,12 +6,15 @@
 //! * [`cuda`]: every rank is a GPU, driven by a process of its own.
 //! * [`launch`] makes one run of several processes, and knows no device.
 //!
+//! What needs `unsafe` is here too: files in memory ([`mapped`]), and the allocator of the command ([`allocator`]).
+//!
 //! Both backends stand behind one trait, [`Runtime`], and both run pipelines: stages send and receive in the order that
 //! is in their programs, and nothing else here knows of them. This crate never sees a plan or its search, only graphs
 //! and programs.
 
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
+pub mod allocator;
 pub mod cpu;
 pub mod cuda;
 pub mod launch;
