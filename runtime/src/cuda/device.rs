@@ -244,7 +244,7 @@ impl Device {
         }
     }
 
-    /// Memory beside the arena, some KiB that no plan counts.
+    /// Memory beside the arena, tables and flags of some MB at the most that no plan counts.
     pub fn allocate_beside(&mut self, bytes: u64) -> Result<u64, Failure> {
         let at = self.allocate(bytes)?;
         self.taken -= bytes;

@@ -15,8 +15,9 @@ const TERMS: usize = 4;
 /// Elements of a sum, at the most, that have a block each.
 const FEW: u64 = 32;
 
-/// Vectors that a block works on: eight per thread.
-const CHUNK: u32 = 8 * THREADS;
+/// Vectors that a block works on: four per thread. With two, blocks end as soon as they are under way; with eight, the last
+/// ones end late.
+const CHUNK: u32 = 4 * THREADS;
 
 /// An item of an instruction: which one, and its first operand and result.
 #[derive(Clone, Copy)]
