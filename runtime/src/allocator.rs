@@ -20,3 +20,22 @@ pub fn keep_freed_pages() {
     // SAFETY: declared as in the allocator's header; an option is an atomic number, which may be set at any time.
     unsafe { mi_option_set(PURGE_DELAY, 1000) };
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" {
+        fn mi_option_get(option: c_int) -> c_long;
+    }
+
+    /// The option has no name here: its default tells it from those beside it.
+    #[test]
+    fn the_option_is_the_delay() {
+        // SAFETY: declared as in the allocator's header.
+        let delay = || unsafe { mi_option_get(PURGE_DELAY) };
+        assert_eq!(delay(), 10);
+        keep_freed_pages();
+        assert_eq!(delay(), 1000);
+    }
+}
