@@ -101,13 +101,13 @@ fn best_of_orders(lives: &[Life]) -> (Vec<u64>, u64) {
 }
 
 /// The first and the last instruction of a life. That they are signed lets four be compared at once.
-type Span = [i32; 2];
+type Interval = [i32; 2];
 
-fn span(life: &Life) -> Span {
+fn interval(life: &Life) -> Interval {
     [life.start as i32, life.end as i32]
 }
 
-fn meet([start, last]: Span, [from, to]: Span) -> bool {
+fn meet([start, last]: Interval, [from, to]: Interval) -> bool {
     (from <= last) & (to >= start)
 }
 
@@ -115,7 +115,7 @@ fn meet([start, last]: Span, [from, to]: Span) -> bool {
 /// lie. Those that live at one time and lie one behind the other, with no gap between them, are one.
 #[derive(Clone, Default)]
 struct Row {
-    lives: Vec<Span>,
+    lives: Vec<Interval>,
     /// Where each begins and ends.
     places: Vec<[u64; 2]>,
 }
@@ -124,7 +124,7 @@ struct Row {
 const LANES: usize = 32;
 
 impl Row {
-    fn put(&mut self, life: Span, [offset, end]: [u64; 2]) {
+    fn put(&mut self, life: Interval, [offset, end]: [u64; 2]) {
         let position = self.places.partition_point(|[other, _]| *other <= offset);
         let before = position.checked_sub(1).filter(|at| self.lives[*at] == life && self.places[*at][1] == offset);
         match before {
@@ -138,7 +138,7 @@ impl Row {
 
     /// The places of what lives together with this.
     #[inline(always)]
-    fn each(&self, life: Span, mut pass: impl FnMut([u64; 2])) {
+    fn each(&self, life: Interval, mut pass: impl FnMut([u64; 2])) {
         let (lots, rest) = self.lives.as_chunks::<LANES>();
         let (places, of_rest) = self.places.split_at(lots.len() * LANES);
         for (lot, places) in lots.iter().zip(places.chunks_exact(LANES)) {
@@ -189,11 +189,11 @@ impl Shelf {
             }
             at = at.max(end);
         };
-        let own = span(life);
+        let own = interval(life);
         match self.span(life) {
             None => self.all.each(own, &mut pass),
-            Some(in_span) => {
-                let short = &self.short[in_span];
+            Some(span) => {
+                let short = &self.short[span];
                 let mut rest = short.lives.iter().zip(&short.places).peekable();
                 let mut pass_before = |offset: u64, pass: &mut dyn FnMut([u64; 2])| {
                     while let Some((other, place)) = rest.next_if(|(_, [before, _])| *before < offset) {
@@ -215,11 +215,11 @@ impl Shelf {
     fn put(&mut self, life: &Life, offset: u64) {
         let place = [offset, offset + life.size()];
         let own = match self.span(life) {
-            Some(in_span) => &mut self.short[in_span],
+            Some(span) => &mut self.short[span],
             None => &mut self.long,
         };
-        own.put(span(life), place);
-        self.all.put(span(life), place);
+        own.put(interval(life), place);
+        self.all.put(interval(life), place);
     }
 }
 

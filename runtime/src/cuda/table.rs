@@ -87,15 +87,12 @@ impl Table {
     fn launch(&self, rows: &[(&Row, Vec<u64>)], earlier: u32, resolve: &impl Fn(Arg) -> u64) -> TableLaunch {
         let lowest = |column: usize| rows.iter().map(|(_, tensors)| tensors[column]).min().map_or(0, base);
         let bases: Vec<u64> = (0..self.units.len()).map(lowest).collect();
-        let mut words: Vec<u32> = Vec::new();
-        let mapped: u32 = rows.iter().map(|(row, _)| if self.blocks.is_some() { 0 } else { row.blocks }).sum();
-        let mut at = mapped;
-        for (row, _) in rows.iter().filter(|_| self.blocks.is_none()) {
-            words.extend(std::iter::repeat_n(at, row.blocks as usize));
-            at += (1 + row.tensors.len() + row.numbers.len()) as u32;
-        }
-        let mut first = 0;
+        let all: u32 = rows.iter().map(|(row, _)| row.blocks).sum();
+        let (mut map, mut words, mut first) = (Vec::new(), Vec::new(), 0);
         for (row, tensors) in rows {
+            if self.blocks.is_none() {
+                map.extend(std::iter::repeat_n(all + words.len() as u32, row.blocks as usize));
+            }
             words.push(first);
             let distances = tensors.iter().zip(&bases).zip(&self.units).map(|((at, base), unit)| (at - base) / unit);
             words.extend(distances.map(|distance| distance as u32));
@@ -103,7 +100,7 @@ impl Table {
             first += row.blocks;
         }
         let buffers = bases.into_iter().chain(self.buffers.iter().map(|arg| resolve(*arg))).collect();
-        let blocks = self.blocks.unwrap_or(first);
+        let (words, blocks) = ([map, words].concat(), self.blocks.unwrap_or(all));
         TableLaunch { buffers, words, numbers: [rows.len() as u32, earlier], blocks }
     }
 }
