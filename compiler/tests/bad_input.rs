@@ -296,6 +296,8 @@ fn runs_that_are_not_meant() {
     };
     // Two hosts are not this one.
     train(&["--cluster", "cpu:2x2"], 2, &["`cpu:2x2` has several hosts", "train on cpu:4"]);
+    // One step of four that the rate takes to rise.
+    train(&["--warmup", "4", "--lr", "1e-3"], 0, &["--warmup 4 is longer than --steps 1", "2.5e-4, not to --lr 1e-3"]);
     // What is read is not written over.
     train(&["--metrics", text(&data)], 2, &["--metrics", "this run reads", "name another file"]);
     assert!(fs::metadata(&data).unwrap().len() > 1000);

@@ -23,6 +23,8 @@ fn a_value_says_why_it_lies_as_it_does() {
     let said = ["--html writes the whole plan", "leave `mlp` out"];
     check(&["explain", text(&plan), "mlp", "--html", text(&page)], 2, &said);
     check(&["explain", text(&plan), ""], 2, &["VALUE is empty"]);
+    check(&["explain", text(&plan), "loss"], 0, &["f32[]", "per rank"]);
+    check(&["explain", text(&plan), "grad_nrom"], 2, &["no value", "did you mean `grad_norm`?"]);
     assert!(!check(&["explain", text(&plan), "zz"], 2, &["no value"]).contains("did you mean"));
     // Of the ZeRO stages, the chosen one is what the plan says.
     let planned: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();

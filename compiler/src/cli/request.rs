@@ -242,6 +242,12 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
         return Err(Error::request(message, "the rate falls from --lr to --min-lr"));
     }
     let (rate, min_rate, warmup, decay) = (args.lr, args.min_lr, args.warmup, args.schedule);
+    if warmup > steps {
+        let reached = rate * steps as f64 / warmup as f64;
+        tracing::warn!(
+            "--warmup {warmup} is longer than --steps {steps}: the rate rises to {reached:e}, not to --lr {rate:e}"
+        );
+    }
     Ok(LearningRate { rate, min_rate, warmup, decay, steps })
 }
 

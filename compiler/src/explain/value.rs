@@ -11,7 +11,7 @@ use crate::nearest::nearest;
 use crate::pipeline;
 use serde::Serialize;
 use shardc_ir::plan::Prediction;
-use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, ValueId};
+use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, OutputKind, Plan, Role, Seconds, ValueId};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
 use shardc_passes::search::Pins;
@@ -65,14 +65,18 @@ pub struct Explained {
     pub alternatives: Vec<Alternative>,
 }
 
-/// The values that `what` names: a value (`%12`), or a part of a leaf's name or of a module path.
+/// The values that `what` names: a value (`%12`), what the step gives back (`loss`), or a part of a leaf's name or of a
+/// module path.
 ///
 /// # Errors
 /// If nothing has that name; the message suggests the nearest.
 pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
     if what.trim().is_empty() {
         let fix = "`shardc explain PLAN` lists the modules";
-        return Err(Error::request("VALUE is empty: it names a value (`%12`), a parameter or a module", fix));
+        return Err(Error::request(
+            "VALUE is empty: it names a value (`%12`), a parameter, a module or what the step gives back (`loss`)",
+            fix,
+        ));
     }
     let is_value = what.starts_with('%');
     let matches = |id: ValueId, node: NodeId| {
@@ -82,11 +86,20 @@ pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
             false => [&node.path, leaf_name(&node.op)].iter().any(|name| is_named(name, what)),
         }
     };
-    let found: Vec<ValueId> = graph.values().filter(|(id, value)| matches(*id, value.def)).map(|(id, _)| id).collect();
+    let results = || graph.outputs.iter().filter(|output| output.kind == OutputKind::Result);
+    let is_result = |id: ValueId| results().any(|output| output.value == id && output.name == what);
+    let is_found = |id: ValueId, node: NodeId| matches(id, node) || is_result(id);
+    let found: Vec<ValueId> = graph
+        .values()
+        .map(|(id, value)| (id, value.def))
+        .filter(|(id, def)| is_found(*id, *def))
+        .map(|(id, _)| id)
+        .collect();
     if !found.is_empty() {
         return Ok(found);
     }
     let names = graph.nodes().flat_map(|(_, node)| [leaf_name(&node.op), node.path.as_str()]);
+    let names = names.chain(results().map(|output| output.name.as_str()));
     let hint = nearest(what, names).map(|name| format!("; did you mean `{name}`?")).unwrap_or_default();
     let message = format!("the plan has no value, leaf or module `{what}`{hint}");
     Err(Error::request(message, "`shardc explain PLAN` lists the modules; --dump-to writes the whole graph"))
