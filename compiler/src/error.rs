@@ -161,6 +161,7 @@ impl DataError {
             Self::Tokenizer { .. } => {
                 "--tokenizer takes the tokenizer.json of the model; without it, tokens are bytes".into()
             }
+            Self::TooShort { tokens: 0 | 1, .. } => "give more data".into(),
             Self::TooShort { tokens, .. } => format!("give more data, or --seq {tokens} or less"),
             Self::BeyondVocabulary { tokenizer: Some(tokenizer), vocab, .. } => format!(
                 "{} is of a larger vocabulary: give the model's own with --tokenizer, or a model that knows more than {vocab}",

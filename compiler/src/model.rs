@@ -44,10 +44,13 @@ impl NamedModel {
             let fix = "`shardc models` lists the names; a directory with config.json and safetensors is a model too";
             return Err(Error::request("the name of the model is empty", fix));
         }
+        let dir = Path::new(name);
         if let Some(entry) = zoo::list().into_iter().find(|entry| entry.name == name) {
+            if dir.is_dir() {
+                tracing::warn!("{name} is the built-in model with random weights, not the directory: that is ./{name}");
+            }
             return Ok(Self::from_config(name, entry.config));
         }
-        let dir = Path::new(name);
         if dir.is_dir() {
             return Self::in_dir(name, dir);
         }
@@ -104,7 +107,9 @@ impl NamedModel {
             return Ok(self.clone());
         }
         *count = layers as usize;
-        let base = self.name.rsplit_once(LAYERS).map_or(&*self.name, |(base, _)| base);
+        // Of what has no Hugging Face form the directory tells the built-in model alone.
+        let name = self.saved.as_ref().unwrap_or(&self.name);
+        let base = name.rsplit_once(LAYERS).map_or(&**name, |(base, _)| base);
         let tokenizer = self.tokenizer.clone();
         Ok(Self { tokenizer, ..Self::from_config(&format!("{base}{LAYERS}{layers}"), config) })
     }

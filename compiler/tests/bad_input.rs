@@ -136,7 +136,9 @@ fn options() {
         ("--eps", "0", "eps is 0; it must be a number above 0"),
         ("--eps", "1e-46", "it must be a number above 0 in fp32"),
         ("--weight-decay", "1e300", "it must be at least 0"),
-        ("--clip-grad-norm", "-1", "at least 0 (0 does not clip)"),
+        ("--clip-grad-norm", "-1", "above 0 in fp32, such as 1 (0 does not clip)"),
+        ("--clip-grad-norm", "1e-60", "(0 does not clip)"),
+        ("--lr", "1e-60", "which is 0 in fp32"),
         ("--clip-grad-norm", "inf", "must be a number"),
     ] {
         train(&[flag, value], &[word]);

@@ -41,9 +41,23 @@ fn what_cannot_be_written_is_told_before_the_run() {
     let dir = tempfile::tempdir().expect("a directory");
     let one = dir.path().join("one");
     let both = short(&model, &batches, &["--metrics", text(&one), "--timeline", text(&one)]);
-    check(&both, 2, &["--timeline", "the metrics are written there"]);
+    check(&both, 2, &["--timeline", "--metrics writes there"]);
     check(&short(&model, &batches, &["--lr", "1e39"]), 2, &["--lr is 1e39", "fp32"]);
     assert!(!one.exists());
+    // What is saved, and what is read, is a directory of files.
+    let saved = dir.path().join("saved");
+    let inside = saved.join("model.safetensors");
+    let into = short(&model, &batches, &["--save", text(&saved), "--timeline", text(&inside)]);
+    check(&into, 2, &["--timeline", "--save writes the model there"]);
+    fs::create_dir(&inside).expect("a directory");
+    let output = check(&short(&model, &batches, &["--save", text(&saved)]), 2, &["model.safetensors", "directory"]);
+    assert!(!output.contains("step "), "{output}");
+    let own = dir.path().join("own");
+    fs::create_dir(&own).expect("a directory");
+    fs::copy(model.join("config.json"), own.join("config.json")).expect("a copy");
+    let config = own.join("config.json");
+    let plan = ["plan", text(&own), "--cluster", "cpu:2", "--batch", "2", "--seq", "8", "-o", text(&config)];
+    check(&plan, 2, &["--output", "this run reads"]);
 }
 
 #[test]

@@ -298,3 +298,26 @@ fn a_directory_of_something_else_is_left() {
     assert!(matches!(error, HfError::Foreign { .. }), "{error}");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
+
+/// Saves to one directory come one behind the other: what is there in the end is whole.
+#[test]
+fn saves_to_one_place_do_not_mix() {
+    let dir = tempfile::tempdir().unwrap();
+    let ty = TensorType::new(DType::F32, [4]);
+    let parameters: Vec<_> = ["a", "b", "c"].map(|name| (name.to_string(), ty.clone())).into();
+    let save_all = |number: f32| {
+        let read = |_: &str| {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            Ok(HostTensor { ty: ty.clone(), bytes: [number; 4].map(f32::to_le_bytes).concat() })
+        };
+        save_plain(dir.path(), "own", &parameters, read)
+    };
+    std::thread::scope(|scope| {
+        let saves: Vec<_> = [1.0, 2.0].map(|number| scope.spawn(move || save_all(number))).into();
+        saves.into_iter().for_each(|save| save.join().unwrap().unwrap());
+    });
+    let bytes = std::fs::read(dir.path().join("model.safetensors")).unwrap();
+    let data = &bytes[bytes.len() - 48..];
+    assert!(data.chunks(4).all(|number| number == &data[..4]), "{data:?}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+}

@@ -155,10 +155,10 @@ fn check(differentiated: &Differentiated, config: &OptimizerConfig) -> Result<()
         }
     }
     match config.clip_grad_norm {
-        Some(value) if !(value > 0.0 && (value as f32).is_finite()) => Err(UserError::OutOfRange {
+        Some(value) if !(value as f32 > 0.0 && (value as f32).is_finite()) => Err(UserError::OutOfRange {
             option: "the largest gradient norm",
             value,
-            range: "a number that is at least 0 (0 does not clip)",
+            range: "a number above 0 in fp32, such as 1 (0 does not clip)",
         }),
         _ => Ok(()),
     }

@@ -3,7 +3,7 @@
 use super::number;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shardc::learning_rate::Decay;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Compiles a training step for many devices, and runs it.
 #[derive(Debug, Parser)]
@@ -180,10 +180,10 @@ pub struct ReportArgs {
 
 impl ReportArgs {
     /// The flags that are given, with their files.
-    pub fn given(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
+    pub fn given(&self) -> impl Iterator<Item = (&'static str, &Path)> {
         let all =
             [("--html", &self.html), ("--timeline", &self.timeline), ("--dot", &self.dot), ("--text", &self.text)];
-        all.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)))
+        all.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)))
     }
 }
 

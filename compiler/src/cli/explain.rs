@@ -1,7 +1,8 @@
 //! `shardc explain` and `simulate`: a plan opened up.
 
 use super::args::{DiffArgs, ExplainArgs, SimulateArgs};
-use super::{check_not_read, plan_json, print, print_json, request, write};
+use super::files::{check_places, check_writable, write};
+use super::{plan_json, print, print_json, request};
 use serde_json::{Value, json};
 use shardc::Error;
 use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, stages, text, timeline, value};
@@ -34,7 +35,8 @@ pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
         return Ok(());
     }
     let files = &args.files;
-    files.given().try_for_each(|(flag, to)| check_not_read(flag, to, &[path]))?;
+    check_places(&files.given().collect::<Vec<_>>(), &[path])?;
+    files.given().try_for_each(|(_, to)| check_writable(to))?;
     let inspection = Inspection::new(&plan, cluster, &Conditions::default())?;
     let mut written = Vec::new();
     let mut write_file = |path: &Option<PathBuf>, text: &dyn Fn() -> Result<String, Error>| match path {
@@ -94,7 +96,10 @@ pub fn simulate(args: &SimulateArgs, json: bool) -> Result<(), Error> {
     let other = args.cluster.as_deref();
     let cluster = other.map_or_else(|| request::cluster_of(&plan), |other| request::cluster(Some(other)))?;
     let read = [args.plan.as_path(), Path::new(other.unwrap_or_default())];
-    args.timeline.iter().try_for_each(|to| check_not_read("--timeline", to, &read))?;
+    if let Some(to) = &args.timeline {
+        check_places(&[("--timeline", to)], &read)?;
+        check_writable(to)?;
+    }
     let stragglers = args.straggler.iter().map(|text| straggler(text)).collect::<Result<_, _>>()?;
     let conditions = Conditions { stragglers, contention: args.contention };
     let inspection = Inspection::new(&plan, cluster, &conditions)?;

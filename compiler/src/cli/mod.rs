@@ -3,6 +3,7 @@
 pub mod args;
 mod capacity;
 mod explain;
+mod files;
 mod inspect;
 pub mod log;
 mod number;
@@ -16,7 +17,6 @@ use shardc::fewer::{Fewer, fewer};
 use shardc::{Error, NamedModel, report};
 use shardc_ir::Plan;
 use std::io::Write;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// Runs the command.
@@ -49,54 +49,6 @@ fn print_json(value: &Value) {
     print(&format!("{value:#}\n"));
 }
 
-/// Writes a file whole: what was there stays until then. What is no file (a pipe, a terminal) is written to.
-fn write(path: &Path, text: &str) -> Result<(), Error> {
-    // The file itself, where the path is a link to one.
-    let of = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
-    let fresh = of.with_extension(format!("{}.partial", std::process::id()));
-    let is_special = of.exists() && !of.is_file();
-    let beside = || std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &of));
-    let written = if is_special || beside().is_err() {
-        // Its folder may take no new file.
-        let _ = std::fs::remove_file(&fresh);
-        std::fs::write(path, text)
-    } else {
-        Ok(())
-    };
-    written.map_err(|source| Error::Io { path: path.to_path_buf(), source })
-}
-
-/// Refuses to write over what is read.
-fn check_not_read(flag: &str, path: &Path, read: &[&Path]) -> Result<(), Error> {
-    match read.iter().find(|other| is_same_file(path, other)) {
-        None => Ok(()),
-        Some(other) => {
-            let message = format!("{flag} {}: this run reads {}", path.display(), other.display());
-            Err(Error::request(message, "name another file, which it may write"))
-        }
-    }
-}
-
-/// Whether two paths lead to one file that is there.
-fn is_same_file(a: &Path, b: &Path) -> bool {
-    let place = |path: &Path| std::fs::metadata(path).ok().filter(|of| of.is_file()).map(|of| (of.dev(), of.ino()));
-    place(a).is_some_and(|own| place(b) == Some(own))
-}
-
-/// Whether a file can be written, so that what cannot is told before the work and not after it. What is there
-/// stays as it is, and what is not there is not made. What is no file (a pipe, a terminal) is opened once, when it is
-/// written to.
-fn check_writable(path: &Path) -> Result<(), Error> {
-    if path.metadata().is_ok_and(|of| !of.is_file() && !of.is_dir()) {
-        return Ok(());
-    }
-    let opened = match path.exists() {
-        true => std::fs::OpenOptions::new().append(true).open(path).map(drop),
-        false => std::fs::File::create_new(path).and_then(|_| std::fs::remove_file(path)),
-    };
-    opened.map_err(|source| Error::Io { path: path.to_path_buf(), source })
-}
-
 fn models(json: bool) -> Result<(), Error> {
     let entries = shardc_models::zoo::list();
     if json {
@@ -117,8 +69,8 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     let options = request::options(&args.request, &cluster)?;
     if let Some(path) = &args.output {
         let cluster = args.request.cluster.as_deref().unwrap_or_default();
-        check_not_read("--output", path, &[Path::new(cluster), Path::new(&args.model)])?;
-        check_writable(path)?;
+        files::check_places(&[("--output", path)], &[Path::new(cluster), Path::new(&args.model)])?;
+        files::check_writable(path)?;
     }
     let compiled = match args.maximize {
         Some(size) => capacity::maximize(&model, batch, &cluster, &options, size, json)?,
@@ -130,7 +82,7 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
         }
     };
     match &args.output {
-        Some(path) => write(path, &compiled.plan().to_json()),
+        Some(path) => files::write(path, &compiled.plan().to_json()),
         None => Ok(()),
     }
 }

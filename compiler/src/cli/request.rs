@@ -227,6 +227,10 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
         if !(rate.is_finite() && rate >= 0.0) {
             return Err(Error::request(format!("{flag} is {rate}; it must be a number that is at least 0"), ""));
         }
+        if rate > 0.0 && rate as f32 == 0.0 {
+            let message = format!("{flag} is {rate:e}, which is 0 in fp32, in which weights are updated");
+            return Err(Error::request(message, "give a larger one, such as 3e-4, or 0"));
+        }
         if !(rate as f32).is_finite() {
             let message =
                 format!("{flag} is {rate:e}, more than the largest number of fp32, in which weights are updated");

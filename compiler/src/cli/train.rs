@@ -1,9 +1,10 @@
 //! `shardc train`.
 
 use super::args::{SearchArg, TrainArgs};
+use super::files::{check_places, check_writable, is_part};
 use super::inspect::crowded;
 use super::log::say;
-use super::{check_not_read, check_writable, is_same_file, print, print_json, request, signals};
+use super::{files, print, print_json, request, signals};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use shardc::data::formats::is_text;
@@ -19,7 +20,7 @@ use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -31,17 +32,15 @@ const OPERATIONS: usize = 40;
 
 /// Refuses to write over what is read, and what cannot be written: that is told before the run, not after it. No file
 /// of an earlier run is touched yet.
-fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
-    let read = [args.data.as_path(), args.tokenizer.as_deref().unwrap_or(&args.data), Path::new(&args.model)];
+fn check_outputs(args: &TrainArgs, model: &NamedModel) -> Result<(), Error> {
+    // Beside the tokens of Megatron-LM lies where each document begins.
+    let index = args.data.with_extension("idx");
+    let read = [&args.data, &index, args.tokenizer.as_ref().unwrap_or(&args.data)];
+    let read: Vec<&Path> = read.into_iter().map(PathBuf::as_path).chain([Path::new(&args.model)]).collect();
     let written = [("--metrics", &args.metrics), ("--timeline", &args.timeline)];
-    let written = || written.iter().filter_map(|(flag, path)| Some((*flag, path.as_deref()?)));
-    written().try_for_each(|(flag, path)| check_not_read(flag, path, &read))?;
-    if let (Some(metrics), Some(timeline)) = (&args.metrics, &args.timeline)
-        && (metrics == timeline || is_same_file(metrics, timeline))
-    {
-        let message = format!("--timeline {}: the metrics are written there", timeline.display());
-        return Err(Error::request(message, "name another file"));
-    }
+    let written: Vec<(&str, &Path)> =
+        written.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect();
+    check_places(&written, &read)?;
     if !launch::is_lead() {
         return Ok(());
     }
@@ -49,8 +48,21 @@ fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
         std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;
         check_writable(&dir.join(format!(".{}.partial", std::process::id())))?;
         shardc_models::hf::check_place(dir)?;
+        if let Some((flag, path)) = written.iter().find(|(_, path)| is_part(path, dir)) {
+            let message = format!("{flag} {}: --save writes the model there", path.display());
+            return Err(Error::request(message, "name another file"));
+        }
+        let tokenizer = dir.join("tokenizer.json");
+        let is_read = !is_exact(&args.data) && is_text(&args.data);
+        let reads_bytes = is_read && args.tokenizer.is_none() && model.tokenizer().is_none();
+        if reads_bytes && tokenizer.exists() {
+            let path = tokenizer.display();
+            tracing::warn!(
+                "{path} stays, and is not of this run, whose tokens are bytes: what is saved is read with it"
+            );
+        }
     }
-    written().try_for_each(|(_, path)| check_writable(path))
+    written.iter().try_for_each(|(_, path)| check_writable(path))
 }
 
 /// Whether the data suits the model, and lasts for all steps.
@@ -78,7 +90,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let (model, compiled, data) = prepare(args)?;
     compiled.check_runs()?;
     check_data(args, &model, &compiled, &data)?;
-    check_outputs(args)?;
+    check_outputs(args, &model)?;
     if !json && launch::is_lead() {
         announce(&compiled)?;
     }
@@ -190,7 +202,7 @@ impl Run {
             if let Some(events) = trace["traceEvents"].as_array_mut() {
                 events.extend(timeline::events(&predicted, predicted.plan.mesh.ranks()));
             }
-            super::write(path, &trace.to_string())?;
+            files::write(path, &trace.to_string())?;
         }
         let Some(program) = programs.first().filter(|_| args.profile) else { return Ok(None) };
         let here = request::cluster(Some(&compiled.plan().request.cluster))?;

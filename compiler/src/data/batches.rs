@@ -35,7 +35,9 @@ impl ExactBatches {
                 .ok_or_else(|| wrong(format!("tensor `{full}` has type {:?}, which no input has", view.dtype())))?;
             let shape: Vec<u64> = view.shape().iter().map(|size| *size as u64).collect();
             let tensor = HostTensor { ty: TensorType::new(dtype, shape), bytes: view.data().to_vec() };
-            steps.entry(step).or_default().insert(name.to_string(), tensor.into());
+            if steps.entry(step).or_default().insert(name.to_string(), tensor.into()).is_some() {
+                return Err(wrong(format!("`{full}` is not the only tensor of `{name}` in step {step}")));
+            }
         }
         for (expected, step) in steps.keys().enumerate() {
             if expected as u64 != *step {

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// The files from which transformers makes a tokenizer, and how a model is asked to write text.
-const FILES: [&str; 10] = [
+pub(super) const FILES: [&str; 10] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",

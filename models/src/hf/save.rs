@@ -1,5 +1,6 @@
 //! Writes directories of weights, whole or not at all.
 
+use super::beside;
 use super::layout::{FileTensor, plain, tensors};
 use super::weights::{file_name, transpose};
 use super::{Beside, HfError, io};
@@ -64,13 +65,32 @@ pub fn save_plain(
     write_directory(dir.as_ref(), plain(parameters), files, read, SHARD_BYTES)
 }
 
+/// The names under which weights in one file, the list of those in several, and a configuration lie.
+const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const CONFIG: &str = "config.json";
+
+/// Whether a file of this name is a part of a model that lies in a directory.
+pub fn is_part(name: &str) -> bool {
+    is_weights(name) || name == CONFIG || name == DESCRIPTION || beside::FILES.contains(&name)
+}
+
+fn is_weights(name: &str) -> bool {
+    let is_shard = name.starts_with("model-") && name.ends_with(".safetensors") && name.contains("-of-");
+    is_shard || name == WEIGHTS || name == INDEX
+}
+
 /// Checks that nothing of another kind lies where a model is to be saved: what is saved is read again by its `config.json`.
 ///
 /// # Errors
 ///
-/// A `config.json` that is no model's.
+/// A `config.json` that is no model's; a directory of a name that a file is to have.
 pub fn check_place(dir: &Path) -> Result<(), HfError> {
-    let path = dir.join("config.json");
+    let names = [WEIGHTS, INDEX, CONFIG, DESCRIPTION];
+    if let Some(path) = names.map(|name| dir.join(name)).into_iter().find(|path| path.is_dir()) {
+        return Err(io(&path)(std::io::ErrorKind::IsADirectory.into()));
+    }
+    let path = dir.join(CONFIG);
     let is_model = |text: &str| {
         let value: Option<Value> = serde_json::from_str(text).ok();
         value.is_some_and(|value| value["model_type"].is_string())
@@ -110,10 +130,13 @@ fn write_directory(
 ) -> Result<(), HfError> {
     std::fs::create_dir_all(dir).map_err(io(dir))?;
     check_place(dir)?;
+    // Of runs that save to one place at once, one does behind the other. Where there are no locks they must not.
+    let place = File::open(dir).map_err(io(dir))?;
+    let _ = place.lock();
     let shards = divide(tensors, limit);
     let count = shards.len();
     let shard_name = |index: usize| match count {
-        1 => "model.safetensors".to_string(),
+        1 => WEIGHTS.to_string(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     };
     let mut files: Vec<(PathBuf, PathBuf)> = Vec::new();
@@ -133,7 +156,7 @@ fn write_directory(
         let mut others = others;
         if count > 1 {
             let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
-            others.push(("model.safetensors.index.json".to_string(), format!("{index:#}\n").into_bytes()));
+            others.push((INDEX.to_string(), format!("{index:#}\n").into_bytes()));
         }
         for (name, contents) in others {
             let place = places(dir, &name);
@@ -158,7 +181,7 @@ fn write_directory(
         std::fs::rename(partial, path).map_err(io(path))?;
     }
     remove_stale(dir, &files)?;
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io(dir))
+    place.sync_all().map_err(io(dir))
 }
 
 /// Where a file is written, and where it goes in the end.
@@ -254,10 +277,8 @@ fn remove_stale(dir: &Path, files: &[(PathBuf, PathBuf)]) -> Result<(), HfError>
     for entry in std::fs::read_dir(dir).map_err(io(dir))? {
         let path = entry.map_err(io(dir))?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        let shard = name.starts_with("model-") && name.ends_with(".safetensors") && name.contains("-of-");
-        let weights = shard || name == "model.safetensors" || name == "model.safetensors.index.json";
-        let description = name == "config.json" || name == DESCRIPTION;
-        if (weights || description) && !files.iter().any(|(_, kept)| *kept == path) {
+        let describes = name == CONFIG || name == DESCRIPTION;
+        if (is_weights(&name) || describes) && !files.iter().any(|(_, kept)| *kept == path) {
             std::fs::remove_file(&path).map_err(io(&path))?;
         }
     }

@@ -37,7 +37,7 @@ impl Quantity {
             Self::Length => (0.0, 1e6, "a length, from 0 to 1e6"),
             Self::Rate => (1e8, 1e19, "FLOP/s, from 1e8 to 1e19 (989 TFLOP/s are 9.89e14)"),
             Self::Count => (1.0, 1e7, "a count, a whole number from 1 to 1e7"),
-            Self::Share => (1e-6, 1.0, "a share, more than 0 and at most 1"),
+            Self::Share => (1e-6, 1.0, "a share, from 1e-6 to 1"),
             Self::Loss => (0.0, 0.99, "a share, from 0 to 0.99"),
         }
     }

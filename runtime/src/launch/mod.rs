@@ -212,6 +212,9 @@ impl LaunchError {
     /// What to do about it, if there is more to say than the error does.
     pub fn fix(&self) -> Option<String> {
         match self {
+            Self::Variable { variable: STEP_LIMIT, .. } => {
+                Some("correct it, or unset it: a step may take 600 s then".into())
+            }
             Self::Variable { .. } => Some("set it as torchrun does, or unset it to let shardc start the ranks".into()),
             Self::Disagree { .. } => Some("start all ranks with the same shardc, files and flags".into()),
             Self::Serve { .. } => Some("give a free port as MASTER_PORT".into()),

@@ -230,19 +230,20 @@ pub(in crate::search) fn infeasible(candidates: &[Candidate], refused: &Refused,
     }
     // No program tells how far an estimate is off.
     let by = if refused.is_empty() { ", by an estimate" } else { "" };
-    let (share, give) = match cluster.share_of_host() {
-        Some(share) if share == bound => {
+    let is_shared = cluster.share_of_host() == Some(bound);
+    let (share, give) = match is_shared {
+        true => {
             let host = cluster.host_memory();
             let (ranks, needed) = (cluster.per_node, cluster.on_host(needs.total()));
             (
-                format!(", its share of the host's {host} over {ranks} ranks"),
+                format!(", its share of the host's {host} over {}", counted(ranks, "rank")),
                 format!("give the host {}{by}", needed.rounded_up()),
             )
         }
-        _ => (String::new(), format!("give each rank {}{by}", needs.total().rounded_up())),
+        false => (String::new(), format!("give each rank {}{by}", needs.total().rounded_up())),
     };
     let mut fixes = vec![give];
-    fixes.extend(other_fixes(nearest, largest(&needs).0 == "activations", undivided, space));
+    fixes.extend(other_fixes(nearest, (largest(&needs).0 == "activations", is_shared), undivided, space));
     PlanError::Infeasible {
         bound,
         share: share.into(),
@@ -259,10 +260,10 @@ fn is_pinned(space: &Space<'_, '_>) -> bool {
 }
 
 /// What would help beside more memory. `nearest` is the plan that needs the least, `is_of_activations` whether most of that
-/// is activations.
+/// is activations, `is_shared` whether what lacks is a share of the host's memory.
 fn other_fixes(
     nearest: &Candidate,
-    is_of_activations: bool,
+    (is_of_activations, is_shared): (bool, bool),
     undivided: Option<Undivided>,
     space: &Space<'_, '_>,
 ) -> Vec<String> {
@@ -277,10 +278,12 @@ fn other_fixes(
         fixes.push("use smaller microbatches".to_string());
     }
     let ranks = cluster.ranks();
-    fixes.push(match (request.seq, request.batch) {
-        _ if !is_of_activations => format!("use more than {}", counted(ranks, "rank")),
-        (0, batch) => format!("use fewer samples than {batch}"),
-        (_, batch) => format!("use shorter sequences or fewer of them than {batch}"),
+    fixes.extend(match (request.seq, request.batch) {
+        // More ranks would share the same memory.
+        _ if !is_of_activations => (!is_shared).then(|| format!("use more than {}", counted(ranks, "rank"))),
+        (0, batch) => Some(format!("use fewer samples than {batch}")),
+        (_, 1) => Some("use shorter sequences".to_string()),
+        (_, batch) => Some(format!("use shorter sequences or fewer of them than {batch}")),
     });
     if nearest.degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {
         fixes.push(format!("use a batch that is a multiple of {ranks}, for all ranks to be data ranks"));
