@@ -35,7 +35,7 @@ use super::candidate::{Candidate, overlap_chunks};
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offload;
 use super::choice::pins::{Pins, Recompute};
-use super::choice::stages::{Limits, Stages};
+use super::choice::stages::{Limits, MOST_ZERO, Stages};
 use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
 use super::visit::Visited;
@@ -66,6 +66,9 @@ use std::rc::Rc;
 /// More chunks a stage than these are tried where a step has fewer than [`MANY`] microbatches for each stage: with more,
 /// what they save of filling and draining is little beside what their messages cost.
 const FEW_CHUNKS: u64 = 4;
+
+/// A ZeRO stage above [`MOST_ZERO`] is tried where the closed form of a step without stages takes this share with it.
+const WORTH: f64 = 0.998;
 
 /// What all candidates of one placed mesh share.
 struct Mesh<'a> {
@@ -266,7 +269,13 @@ fn of_schedule(
     let shape = &mesh.seen[0][0].shape;
     let (mut candidates, runs, cut) = (Vec::new(), Runs::new(mesh), Cell::new(f64::INFINITY));
     for (storage, degrees) in mesh.degrees.iter().enumerate() {
-        for zero in zero_stages(has_copies, degrees, pins) {
+        // Gradients that are reduced in every microbatch take less where what is added up is large beside the wire.
+        let takes = |zero: u64| shape.predict(mesh.placed, storage, zero, Recompute::None, mesh.work).step.0;
+        let mut zeros = zero_stages(has_copies, degrees, pins);
+        if pins.zero.is_none() && has_copies && takes(MOST_ZERO + 1) < WORTH * takes(MOST_ZERO) {
+            zeros.push(MOST_ZERO + 1);
+        }
+        for zero in zeros {
             let stored = shape.share(storage, zero);
             let part = |least: u64| if zero >= least { stored } else { 1.0 };
             let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));

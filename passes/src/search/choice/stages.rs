@@ -4,8 +4,8 @@ use super::pins::Recompute;
 use shardc_ir::NodeId;
 use shardc_ir::pipeline::{Length, Schedule};
 
-/// The ZeRO stage up to which pipelines are tried: gradients that are reduced in every microbatch cost more than they save
-/// here, unless they are asked for.
+/// The ZeRO stage up to which all pipelines are tried, and which bounds know: gradients that are reduced in every
+/// microbatch mostly cost more than they save here.
 pub(in crate::search) const MOST_ZERO: u64 = 1;
 
 /// What a stage of a schedule holds at the most; where that follows from the schedule, nothing is said of it.

@@ -13,9 +13,6 @@ use shardc_ir::pipeline::Schedule;
 /// Meshes and schedules that are tried.
 const MESHES: usize = 3;
 
-/// By how much the programs must exceed another mesh's estimate for it to be tried.
-const EXCESS: f64 = 1.05;
-
 /// Of what plans estimates are too low alike: those of a mesh, and in stages of a schedule.
 fn kind(of: &Candidate) -> (&Degrees, Option<(Schedule, u64)>) {
     (&of.degrees, of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage)))
@@ -35,7 +32,7 @@ pub(in crate::search) fn other_meshes(
     let mut tried: Vec<_> = known.iter().map(|index| kind(&candidates[*index])).collect();
     let mut found = Vec::new();
     for _ in 0..MESHES {
-        let may_be_faster = |of: &Candidate| of.prediction.step.0 * EXCESS < step && of.prediction.fits();
+        let may_be_faster = |of: &Candidate| of.prediction.step.0 < step && of.prediction.fits();
         let is_open = |(_, of): &(usize, &Candidate)| !tried.contains(&kind(of)) && may_be_faster(of);
         let Some((index, candidate)) = candidates.iter().enumerate().find(is_open) else { break };
         tried.push(kind(candidate));

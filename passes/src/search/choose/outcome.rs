@@ -195,7 +195,9 @@ pub(in crate::search) fn stopped(space: &Space<'_, '_>, is_proven: bool, left_ou
             let of = if untried == 0 { "its space" } else { "those whose estimates fit" };
             let is_free = space.prepared.head.is_some() && space.pins.loss_chunks.is_none();
             let head = if is_free { ", in which the head is cut by its tokens" } else { "" };
-            format!("it is the best of {of}{head}")
+            let is_staged = space.line.is_some() && space.pins.zero.is_none();
+            let stages = if is_staged { ", in which stages do not divide their gradients" } else { "" };
+            format!("it is the best of {of}{head}{stages}")
         }
         (0, _) => "every mesh was solved, or left out as too slow".to_string(),
         (refused, _) => {
