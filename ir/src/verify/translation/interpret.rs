@@ -17,14 +17,17 @@ use crate::plan::{Plan, Space};
 use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
 use crate::view::is_view;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::rc::Rc;
 
 /// Where an instruction stands.
 pub(super) type At = (SectionId, usize);
 
-/// In which run, where, and whether it was interpreted before.
-type When = (Run, At, bool);
+/// A kind of segment, and where in it.
+pub(super) type Of = (usize, usize);
+
+/// In which run, where, and of what, if it is the same wherever this is.
+type When = (Run, At, Option<Of>);
 
 /// What a collective over some axes makes of a fact.
 type Conversion<'a> = dyn Fn(&Fact, &[AxisId]) -> Result<Fact, String> + 'a;
@@ -43,6 +46,9 @@ pub(super) struct Interpreter<'a> {
     stored: BTreeMap<(Space, u64), Vec<BufferId>>,
     pub segments: Rc<BTreeMap<SectionId, Vec<Segment>>>,
     pub kinds: Vec<Kind>,
+    /// The kernels whose types and attributes were compared with their node's. What is a change of layout in one run may
+    /// be a kernel in another.
+    compared: HashSet<Of>,
     pub facts: TranslationFacts,
     pub found: Diagnostics,
 }
@@ -66,6 +72,7 @@ impl<'a> Interpreter<'a> {
             stored: BTreeMap::new(),
             segments: Rc::new(segments),
             kinds: vec![Kind::default(); kinds],
+            compared: HashSet::new(),
             facts: TranslationFacts {
                 ranks: programs.len(),
                 instructions: count(|program| program.instructions().count()),
@@ -101,8 +108,8 @@ impl Interpreter<'_> {
         }
     }
 
-    /// Interprets one instruction; `is_seen` says that it is not the first time.
-    pub fn step(&mut self, run: Run, at: At, is_seen: bool) {
+    /// Interprets one instruction; `is_seen` says that it is not the first time that one of its kind is.
+    pub fn step(&mut self, run: Run, at: At, of: Of, is_seen: bool) {
         let programs = self.programs;
         let instruction = &programs[0].sections[at.0].instructions[at.1];
         let mut read = instruction.operands.clone();
@@ -112,7 +119,7 @@ impl Interpreter<'_> {
         let refuted = read.iter().any(|buffer| self.contents[buffer.index()] == Content::Refuted);
         let made = match refuted {
             true => None,
-            false => match self.transfer(run, at, instruction, is_seen) {
+            false => match self.transfer((run, at, Some(of)), instruction, is_seen) {
                 Ok(facts) => Some(facts),
                 Err(message) => {
                     self.found.push(programs[0].place(at.0, at.1), message);
@@ -144,17 +151,14 @@ impl Interpreter<'_> {
     }
 
     /// The facts about each result.
-    fn transfer(
-        &mut self,
-        run: Run,
-        at: At,
-        instruction: &Instruction,
-        is_seen: bool,
-    ) -> Result<Vec<Vec<Fact>>, String> {
-        let first = !is_seen;
+    fn transfer(&mut self, when: When, instruction: &Instruction, is_seen: bool) -> Result<Vec<Vec<Fact>>, String> {
+        let (first, (run, at, _)) = (!is_seen, when);
         let mesh = &self.plan.mesh;
         match &instruction.action {
-            Action::Compute(Op::Each(each)) => self.each((run, at, is_seen), instruction, each),
+            Action::Compute(Op::Each(each)) => {
+                self.facts.kernels += if first { each.count } else { 0 };
+                self.each(when, instruction, each)
+            }
             Action::Compute(op) => {
                 let is_conversion = self.is_conversion(op, instruction);
                 self.facts.conversions += usize::from(first && is_conversion && !matches!(op, Op::Reshape(_)));
@@ -163,7 +167,7 @@ impl Interpreter<'_> {
                 }
                 self.facts.kernels += usize::from(first);
                 let node = instruction.source.ok_or("is no change of layout, and comes from no node of the graph")?;
-                self.kernel((run, at, is_seen), instruction, node)
+                self.kernel(when, instruction, node)
             }
             Action::AllReduce { reduce, group } => {
                 let name = if *reduce == ReduceKind::Max { "takes the maximum of" } else { "reduces" };
@@ -216,7 +220,7 @@ impl Interpreter<'_> {
             let (mut facts, mut why) = (vec![Vec::new(); item.results.len()], None);
             for id in nodes {
                 // What is held says which node it is: in a later run it may be another one.
-                match self.kernel((when.0, when.1, false), &item, id) {
+                match self.kernel((when.0, when.1, None), &item, id) {
                     Ok(more) => facts.iter_mut().zip(more).for_each(|(facts, more)| facts.extend(more)),
                     Err(message) => why = why.or(Some(message)),
                 }
@@ -228,7 +232,6 @@ impl Interpreter<'_> {
             }
             made.extend(facts);
         }
-        self.facts.kernels += if when.2 { 0 } else { each.count };
         Ok(made)
     }
 
@@ -320,7 +323,7 @@ impl Interpreter<'_> {
 
     /// A kernel: its node's operation on operands in the layouts of the node's strategy.
     fn kernel(&mut self, when: When, instruction: &Instruction, id: NodeId) -> Result<Vec<Vec<Fact>>, String> {
-        let (run, at, is_seen) = when;
+        let (run, at, of) = when;
         let node = self.plan.graph.node(id);
         let counts = (instruction.operands.len(), instruction.results.len());
         let (takes, makes) = (node.operands.len(), node.results.len());
@@ -342,7 +345,7 @@ impl Interpreter<'_> {
         }
         let layouts = self.kernels.layouts(id);
         self.expect_operands(instruction, node, &layouts)?;
-        if !is_seen {
+        if of.is_none_or(|of| self.compared.insert(of)) {
             self.kernels.check(id, at, instruction, &layouts)?;
         }
         if let Some(epilogue) = epilogue {

@@ -37,8 +37,7 @@ pub(super) struct Segment {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Kind {
     known: Vec<Known>,
-    /// Of its instructions, the kernels and the changes of layout, once it was interpreted. Then their attributes
-    /// are checked, too.
+    /// Of its instructions, the kernels and the changes of layout, once it was interpreted.
     counts: Option<[usize; 2]>,
     /// The segments of the kind that are counted.
     counted: BTreeSet<(SectionId, usize)>,
@@ -195,7 +194,8 @@ impl Interpreter<'_> {
         }
         let before = [self.facts.kernels, self.facts.conversions];
         for index in segment.range.clone() {
-            self.step(run, (segment.section, index), counts.is_some());
+            let of = (segment.kind, index - segment.range.start);
+            self.step(run, (segment.section, index), of, counts.is_some());
         }
         let counts = counts.unwrap_or([self.facts.kernels - before[0], self.facts.conversions - before[1]]);
         for ((index, _), content) in segment.reads.iter().zip(&found).filter(|((_, is_kept), _)| *is_kept) {
