@@ -5,6 +5,7 @@ pub(crate) mod ahead;
 mod chunks;
 mod malformed;
 mod one_rank;
+mod regions;
 mod runs;
 mod staged;
 mod sums;
