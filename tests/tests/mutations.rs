@@ -12,7 +12,7 @@ mod mutate;
 
 use apart::lay_apart;
 use machine::{Ahead, Machine, Tensors};
-use mutate::KINDS;
+use mutate::{KINDS, TOGETHER};
 use shardc::{Batch, Cluster, NamedModel, Options, Precision};
 use shardc_ir::ops::{Cast, Fused};
 use shardc_ir::program::Action;
@@ -28,6 +28,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Changes of each plan in a test run.
 const FEW: u64 = 20;
+/// How often another change is chosen in the place of one that changes nothing.
+const TRIES: usize = 8;
 /// Tokens of a model.
 const VOCABULARY: usize = 24;
 
@@ -172,20 +174,27 @@ impl Subject {
         let mut programs = self.programs.clone();
         let mut names = Vec::new();
         for _ in 0..if random.below(4) == 0 { 2 } else { 1 } {
-            let (kind, change) = KINDS[random.below(KINDS.len())];
-            let stages = self.stages();
-            let stage = &stages[random.below(stages.len())];
-            let one = stage[random.below(stage.len())];
-            let ranks: Vec<usize> = if random.below(3) == 0 { vec![one] } else { stage.clone() };
-            let turns = random.clone();
-            for rank in &ranks {
-                let mut broken = programs[*rank].clone();
-                if change(&mut broken, &mut turns.clone()).is_some() {
-                    programs[*rank] = broken;
+            // Not every program has something of every kind.
+            for _ in 0..TRIES {
+                let kinds = [KINDS, TOGETHER][usize::from(random.below(4) == 0)];
+                let (kind, change) = kinds[random.below(kinds.len())];
+                let stages = self.stages();
+                let stage = &stages[random.below(stages.len())];
+                let one = stage[random.below(stage.len())];
+                let ranks: Vec<usize> = if random.below(3) == 0 { vec![one] } else { stage.clone() };
+                let (turns, before) = (random.clone(), programs.clone());
+                for rank in &ranks {
+                    let mut broken = programs[*rank].clone();
+                    if change(&mut broken, &mut turns.clone()).is_some() {
+                        programs[*rank] = broken;
+                    }
+                }
+                random.below(2);
+                if programs != before {
+                    names.push(format!("{kind} on {ranks:?}"));
+                    break;
                 }
             }
-            random.below(2);
-            names.push(format!("{kind} on {ranks:?}"));
         }
         (names.join(", and "), programs)
     }
@@ -391,6 +400,7 @@ fn tensor_ranks() {
         (Llama, 2, "cpu:2", "tp=2,microbatch=1", Plainly),
         (Llama, 2, "cpu:2", "tp=2,microbatch=2,overlap_chunks=2", Apart),
         (Llama, 4, "cpu:4", "dp=2,tp=2,zero=1,microbatch=1", AsFused),
+        (Gpt2, 4, "cpu:2", "tp=2,microbatch=2", AsFused),
         (Tied, 2, "cpu:4", "tp=2x2,microbatch=2", Apart),
         (Llama, 2, "cpu:2", "cp=2,zero=0,microbatch=1", FusedApart),
         (Llama, 2, "cpu:2", "ulysses=2,zero=1,microbatch=1", Apart),
@@ -405,6 +415,7 @@ fn stages() {
         (Llama, 4, "cpu:2", "pp=2,schedule=gpipe,microbatch=1", Plainly),
         (Tied, 4, "cpu:4", "pp=2,tp=2,schedule=1f1b,microbatch=1", Apart),
         (Llama, 8, "cpu:4", "pp=2,dp=2,zero=1,schedule=1f1b,microbatch=1", AsFused),
+        (Gpt2, 4, "cpu:2", "pp=2,schedule=1f1b,microbatch=1", FusedApart),
         (Llama, 4, "cpu:2", "pp=2,schedule=interleaved,virtual=2,microbatch=1", Apart),
         (Llama, 4, "cpu:2", "pp=2,schedule=zbv,virtual=2,microbatch=1,recompute=none", Plainly),
     ];

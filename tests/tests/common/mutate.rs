@@ -1,8 +1,10 @@
-//! Mutations of programs: one thing of one place changed, of every kind that the types of a program allow.
+//! Mutations of programs: one thing of one place changed, of every kind that the types of a program allow; and several
+//! that belong together.
 //!
 //! Each kind takes the same turns for the same random numbers, so that programs that are alike change alike.
 
 mod attribute;
+mod together;
 
 use attribute::change_value;
 use shardc_ir::ops::Constant;
@@ -11,11 +13,12 @@ use shardc_ir::program::{Action, Buffer, Feed, Instruction, Program, Reading, Sl
 use shardc_ir::{BufferId, DType, EntityRef, NodeId, Op, ReduceKind, SectionId, TensorType};
 use shardc_passes::random::Random;
 use std::collections::BTreeSet;
+pub use together::TOGETHER;
 
 /// Changes a program; `None` where it has nothing of the kind.
 pub type Change = fn(&mut Program, &mut Random) -> Option<()>;
 
-/// Every kind.
+/// Every kind of one place.
 pub const KINDS: &[(&str, Change)] = &[
     ("an instruction dropped", |program, random| remove(program, place(program, random)?).map(drop)),
     ("an instruction done twice", |program, random| {
