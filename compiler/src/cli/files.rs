@@ -67,8 +67,8 @@ pub fn check_writable(path: &Path) -> Result<(), Error> {
     opened.map_err(|source| Error::Io { path: path.to_path_buf(), source })
 }
 
-/// Writes a file whole: what was there stays until then, and where it cannot be written. What is no file (a pipe, a
-/// terminal) is written to.
+/// Writes a file whole, which [can be written](check_writable): what was there stays until then, and where there is no room.
+/// What is no file (a pipe, a terminal) is written to.
 pub fn write(path: &Path, text: &str) -> Result<(), Error> {
     let io = |source| Error::Io { path: path.to_path_buf(), source };
     // The file itself, where the path is a link to one.
@@ -76,7 +76,6 @@ pub fn write(path: &Path, text: &str) -> Result<(), Error> {
     if of.exists() && !of.is_file() {
         return std::fs::write(path, text).map_err(io);
     }
-    check_writable(path)?;
     let fresh = of.with_extension(format!("{}.partial", std::process::id()));
     let file = match File::create_new(&fresh) {
         Ok(file) => file,
@@ -91,10 +90,8 @@ pub fn write(path: &Path, text: &str) -> Result<(), Error> {
         Err(error) if error.kind() == ErrorKind::ResourceBusy => std::fs::write(path, text),
         renamed => renamed,
     });
-    if fresh.exists() {
-        // The first error is the one to tell.
-        let _ = std::fs::remove_file(&fresh);
-    }
+    // It is gone where it has taken its place; of what failed, the first error is the one to tell.
+    let _ = std::fs::remove_file(&fresh);
     written.map_err(io)
 }
 

@@ -7,8 +7,7 @@ use super::log::say;
 use super::{files, print, print_json, request, signals};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
-use shardc::data::formats::is_text;
-use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
+use shardc::data::{Data, StreamConfig, formats, is_exact, open_batches, open_stream};
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
@@ -33,10 +32,9 @@ const OPERATIONS: usize = 40;
 /// Refuses to write over what is read, and what cannot be written: that is told before the run, not after it. No file
 /// of an earlier run is touched yet.
 fn check_outputs(args: &TrainArgs, model: &NamedModel) -> Result<(), Error> {
-    // Beside the tokens of Megatron-LM lies where each document begins.
-    let index = args.data.with_extension("idx");
-    let read = [&args.data, &index, args.tokenizer.as_ref().unwrap_or(&args.data)];
-    let read: Vec<&Path> = read.into_iter().map(PathBuf::as_path).chain([Path::new(&args.model)]).collect();
+    let data = formats::files(&args.data);
+    let read = data.iter().chain(&args.tokenizer).map(PathBuf::as_path);
+    let read: Vec<&Path> = read.chain([Path::new(&args.model)]).collect();
     let written = [("--metrics", &args.metrics), ("--timeline", &args.timeline)];
     let written: Vec<(&str, &Path)> =
         written.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))).collect();
@@ -52,17 +50,17 @@ fn check_outputs(args: &TrainArgs, model: &NamedModel) -> Result<(), Error> {
             let message = format!("{flag} {}: --save writes the model there", path.display());
             return Err(Error::request(message, "name another file"));
         }
-        let tokenizer = dir.join("tokenizer.json");
-        let is_read = !is_exact(&args.data) && is_text(&args.data);
-        let reads_bytes = is_read && args.tokenizer.is_none() && model.tokenizer().is_none();
-        if reads_bytes && tokenizer.exists() {
-            let path = tokenizer.display();
-            tracing::warn!(
-                "{path} stays, and is not of this run, whose tokens are bytes: what is saved is read with it"
-            );
-        }
+        tell_foreign_tokenizer(args, model, &dir.join("tokenizer.json"));
     }
     written.iter().try_for_each(|(_, path)| check_writable(path))
+}
+
+/// Tells of a tokenizer where a model is to be saved whose text was read without one: later runs would read theirs with it.
+fn tell_foreign_tokenizer(args: &TrainArgs, model: &NamedModel, tokenizer: &Path) {
+    if reads_text(args) && args.tokenizer.is_none() && model.tokenizer().is_none() && tokenizer.exists() {
+        let path = tokenizer.display();
+        tracing::warn!("{path} stays, and is not of this run, whose tokens are bytes: what is saved is read with it");
+    }
 }
 
 /// Whether the data suits the model, and lasts for all steps.
@@ -233,10 +231,14 @@ impl Observer for Shown<'_> {
     }
 }
 
+/// Whether the data is text, of which tokens are made.
+fn reads_text(args: &TrainArgs) -> bool {
+    formats::is_text(&args.data) && !is_exact(&args.data)
+}
+
 /// The model, its plan and its data.
 fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
-    let is_read = is_text(&args.data) && !is_exact(&args.data);
-    if let Some(tokenizer) = args.tokenizer.as_deref().filter(|_| !is_read) {
+    if let Some(tokenizer) = args.tokenizer.as_deref().filter(|_| !reads_text(args)) {
         let message = format!("--tokenizer {}: {} holds tokens already", tokenizer.display(), args.data.display());
         return Err(Error::request(message, "leave --tokenizer out, or give --data a text file"));
     }

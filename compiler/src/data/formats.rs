@@ -13,7 +13,7 @@
 use super::tokens::{Piece, Tokens, Width};
 use crate::error::DataError;
 use shardc_runtime::mapped::{MappedFile, check_regular};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 const MEGATRON_MAGIC: &[u8] = b"MMIDIDX\0\0";
 const LLMC_HEADER_BYTES: u64 = 256 * 4;
@@ -34,6 +34,14 @@ const WIDE: usize = 1 << 12;
 /// Whether a path is read as text, and not as a file of tokens.
 pub fn is_text(path: &Path) -> bool {
     !["bin", "idx"].iter().any(|end| path.extension() == Some(end.as_ref()))
+}
+
+/// The files that are read of a path of data.
+pub fn files(path: &Path) -> Vec<PathBuf> {
+    match is_text(path) {
+        true => vec![path.to_path_buf()],
+        false => ["bin", "idx"].map(|end| path.with_extension(end)).into(),
+    }
 }
 
 /// Opens a token file of any kind; see the [module](self).
@@ -172,6 +180,13 @@ fn le_u64(bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
     use std::fs;
+
+    #[test]
+    fn tokens_are_read_of_both_files_whichever_is_named() {
+        let both = ["a/tokens.bin", "a/tokens.idx"].map(PathBuf::from);
+        assert_eq!(["a/tokens.bin", "a/tokens.idx"].map(|path| files(Path::new(path))), [both.to_vec(), both.to_vec()]);
+        assert_eq!(files(Path::new("words.txt")), [PathBuf::from("words.txt")]);
+    }
 
     fn check(name: &str, bytes: &[u8], index: Option<&[u8]>, expect: Result<&[i64], &str>) {
         let dir = tempfile::tempdir().unwrap();

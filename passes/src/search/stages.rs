@@ -254,28 +254,38 @@ fn pipelines(mesh: &Mesh<'_>, pins: &Pins) -> Vec<(Vec<Candidate>, f64)> {
         *per_stage == 1 || (stages * per_stage <= most && is_few)
     };
     let worth: Vec<(Schedule, u64)> = schedules(pins).into_iter().filter(is_worth).collect();
-    threads::map(&worth, |schedule| of_schedule(mesh, pins, again, *schedule))
+    let zeros = &zeros(mesh, pins)[..];
+    threads::map(&worth, |schedule| of_schedule(mesh, pins, (again, zeros), *schedule))
+}
+
+/// For each way to store parameters, the stages of ZeRO that are tried: those of [`zero_stages`], and one that reduces
+/// gradients in every microbatch where that takes less, since what is added up is large beside the wire.
+fn zeros(mesh: &Mesh<'_>, pins: &Pins) -> Vec<Vec<u64>> {
+    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
+    let of = |(storage, degrees): (usize, &Degrees)| {
+        let shape = &mesh.seen[0][0].shape;
+        let takes = |zero: u64| shape.predict(mesh.placed, storage, zero, Recompute::None, mesh.work).step.0;
+        let mut zeros = zero_stages(has_copies, degrees, pins);
+        if pins.zero.is_none() && has_copies && takes(MOST_ZERO + 1) < WORTH * takes(MOST_ZERO) {
+            zeros.push(MOST_ZERO + 1);
+        }
+        zeros
+    };
+    mesh.degrees.iter().enumerate().map(of).collect()
 }
 
 /// The pipelines of one schedule.
 fn of_schedule(
     mesh: &Mesh<'_>,
     pins: &Pins,
-    again: &Recomputed<'_>,
+    (again, zeros): (&Recomputed<'_>, &[Vec<u64>]),
     (schedule, per_stage): (Schedule, u64),
 ) -> (Vec<Candidate>, f64) {
     let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree(Family::Pipeline));
-    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     let shape = &mesh.seen[0][0].shape;
     let (mut candidates, runs, cut) = (Vec::new(), Runs::new(mesh), Cell::new(f64::INFINITY));
-    for (storage, degrees) in mesh.degrees.iter().enumerate() {
-        // Gradients that are reduced in every microbatch take less where what is added up is large beside the wire.
-        let takes = |zero: u64| shape.predict(mesh.placed, storage, zero, Recompute::None, mesh.work).step.0;
-        let mut zeros = zero_stages(has_copies, degrees, pins);
-        if pins.zero.is_none() && has_copies && takes(MOST_ZERO + 1) < WORTH * takes(MOST_ZERO) {
-            zeros.push(MOST_ZERO + 1);
-        }
-        for zero in zeros {
+    for (storage, zeros) in zeros.iter().enumerate() {
+        for zero in zeros.iter().copied() {
             let stored = shape.share(storage, zero);
             let part = |least: u64| if zero >= least { stored } else { 1.0 };
             let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
