@@ -87,6 +87,24 @@ fn what_was_trained_is_kept_where_nothing_else_can_be_written() {
 }
 
 /// A pipe is opened once: who reads it sees all steps, and then its end.
+/// Where files may not become large (`ulimit -f`), what does not fit is said, and what was there stays.
+#[test]
+fn a_file_that_may_not_become_large_is_told() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let plan = dir.path().join("plan.json");
+    fs::write(&plan, "before").expect("a file");
+    let output = Command::new("sh")
+        .args(["-c", "ulimit -f 1; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_shardc")])
+        .args(["plan", "llama-tiny", "--cluster", "cpu:1", "--batch", "4", "-o", text(&plan)])
+        .output()
+        .expect("a shell");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(text(&plan)) && said.contains("too large"), "{said}");
+    assert_eq!(fs::read_to_string(&plan).expect("what was there"), "before");
+    assert_eq!(fs::read_dir(dir.path()).expect("a directory").count(), 1, "a part is left");
+}
+
 #[test]
 fn metrics_go_through_a_pipe() {
     let (model, dir) = (fixture("gpt2"), tempfile::tempdir().expect("a directory"));

@@ -21,6 +21,7 @@ use std::path::Path;
 
 /// Runs the command.
 pub fn run(cli: Cli) -> Result<(), Error> {
+    signals::let_large_writes_fail();
     match cli.verb {
         Verb::Models => models(cli.json),
         Verb::Plan(args) => plan(&args, cli.json),

@@ -1,6 +1,6 @@
-//! Signals that ask a run to stop.
+//! Signals that ask a run to stop, and the one that would end it where a file gets too large.
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,6 +37,13 @@ pub(super) fn stop(told: impl Fn() + Send + 'static) -> Arc<AtomicBool> {
         }
     });
     stop
+}
+
+/// Lets a write fail that makes a file larger than may be (`ulimit -f`), which else ends the process.
+pub(super) fn let_large_writes_fail() {
+    if let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::default()) {
+        tracing::debug!("a file larger than may be written ends the command: {error}");
+    }
 }
 
 /// The signals that this process was started to ignore: signal `n` is bit `n - 1`.

@@ -19,13 +19,19 @@ const MEGATRON_MAGIC: &[u8] = b"MMIDIDX\0\0";
 const LLMC_HEADER_BYTES: u64 = 256 * 4;
 
 /// How files begin that are no text, and are not read.
-const FOREIGN: [(&[u8], &str); 6] = [
+const FOREIGN: [(&[u8], &str); 12] = [
     (b"\x93NUMPY", "an array of NumPy"),
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
     (b"\x1f\x8b", "compressed by gzip"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"BZh91AY&SY", "compressed by bzip2"),
+    (b"\xfd7zXZ\x00", "compressed by xz"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4"),
     (b"PK\x03\x04", "a zip archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"%PDF-", "a PDF document"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
 ];
 
 /// So many numbers of a file say whether they are halves of wider ones.
