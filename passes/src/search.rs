@@ -202,6 +202,7 @@ fn within<T>(
         pins,
         away,
         with_unfit: false,
+        moves_cuts: false,
         is_bounded: false,
         measure: Measure::default(),
     };

@@ -5,6 +5,7 @@
 //!
 //! * [`lowering`] lowers plans on several threads before they are asked for;
 //! * [`fitted`] adjusts how much is recomputed, [`overstated`] lowers plans whose estimated memory does not fit;
+//! * [`recut`] moves the cuts of the fastest pipelines;
 //! * [`astray`] lowers plans of other meshes where the estimates of the first ones were too low, [`uncut`] the fastest
 //!   with its head whole;
 //! * [`overlap`] tries plans in chunks that overlap, [`casts`] plans that keep the casts of parameters;
@@ -18,6 +19,7 @@ pub(in crate::search) mod lowering;
 pub(in crate::search) mod outcome;
 pub mod overlap;
 mod overstated;
+mod recut;
 mod uncut;
 pub mod undivided;
 
@@ -326,6 +328,7 @@ impl Contest<'_> {
         let found = faster(&self.candidates, &self.fitting, &mut self.refused, space, &make)?;
         self.fitting.extend(found);
         self.fit_again()?;
+        recut::fastest(&mut self.candidates, (&mut self.fitting, &mut self.refused), space, &make)?;
         self.leave_head_whole()
     }
 

@@ -60,7 +60,7 @@ proptest! {
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
         let away = Away::default();
-        let space = Space { prepared: &prepared, line: None, pipelines: Pipelines::Never, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false, is_bounded: true, measure: Default::default() };
+        let space = Space { prepared: &prepared, line: None, pipelines: Pipelines::Never, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false, moves_cuts: false, is_bounded: true, measure: Default::default() };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
@@ -165,7 +165,7 @@ proptest! {
         let prepared = prepare(&graph, batch, &NoScratch);
         let line = Line::new(&prepared);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
-        let space = Space { prepared: &prepared, line: Some(&line), pipelines: Pipelines::Alone, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away: Away::default(), with_unfit: false, is_bounded: true, measure: Default::default() };
+        let space = Space { prepared: &prepared, line: Some(&line), pipelines: Pipelines::Alone, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away: Away::default(), with_unfit: false, moves_cuts: false, is_bounded: true, measure: Default::default() };
         let (low, high) = range(&space);
         let request = request(batch, low + ((high - low) as f64 * share) as u64);
         let space = Space { request: &request, ..space };
@@ -221,6 +221,7 @@ fn the_same_request_gives_the_same_plan() {
         pins: &pins,
         away,
         with_unfit: false,
+        moves_cuts: false,
         is_bounded: true,
         measure: Default::default(),
     };

@@ -74,8 +74,9 @@ impl Seen {
             return chosen.map(|chosen| Round { chosen, visited: seen.visited });
         }
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
+        let before = seen.candidates.clone();
         let Self { candidates, visited } = seen.wider(space, Some(step), known)?;
-        let chosen = choose(space, confirm, candidates, visited.against)?;
+        let chosen = if candidates == before { chosen? } else { choose(space, confirm, candidates, visited.against)? };
         Ok(Round { chosen, visited })
     }
 

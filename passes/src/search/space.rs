@@ -28,6 +28,8 @@ pub(in crate::search) struct Space<'a, 'b> {
     pub away: Away,
     /// Whether pipelines of which no stages fit are candidates too, to say what they lack.
     pub with_unfit: bool,
+    /// Whether many cuts of a pipeline are moved as well where that makes a step shorter, which takes long to find.
+    pub moves_cuts: bool,
     /// Whether it is told by how much the plan may exceed the least that is possible.
     pub is_bounded: bool,
     /// How estimates of memory are taken.

@@ -44,6 +44,7 @@ fn staged<'a, 'b>(
         pins,
         away: Away::default(),
         with_unfit: false,
+        moves_cuts: false,
         is_bounded: true,
         measure: Default::default(),
     }
@@ -137,6 +138,28 @@ fn few_microbatches_have_stages_of_their_own() {
     for (pins, most) in [("schedule=1f1b", 0.95), ("schedule=interleaved,virtual=2", 0.845)] {
         let share = estimate(pins) / equal;
         assert!(share < most, "{pins} takes {share} times as long as stages that are equal");
+    }
+}
+
+/// Where a step has many microbatches, or a pipeline many cuts, they are moved as the schedule's run tells if that is asked.
+#[test]
+fn many_cuts_are_moved_where_that_is_asked() {
+    let sizes = Sizes { layers: 26, batch: 64, seq: 512, vocab: 65_536, ..MODEL };
+    let graph = llama(sizes, DType::Bf16);
+    let (prepared, cluster) = (prepare(&graph, sizes.batch, &NoScratch), Cluster::parse("rtx4090:8", "h200").unwrap());
+    let line = Line::new(&prepared);
+    let memory = Bytes(20 << 30);
+    let request = Request { batch: sizes.batch, seq: sizes.seq, device_memory: memory, ..Request::default() };
+    for (pins, most) in [("schedule=zbv", 0.98), ("schedule=interleaved,virtual=2", 0.94), ("schedule=1f1b", 0.99)] {
+        let pins = Pins::parse(&format!("pp=8,microbatch=2,zero=0,{pins}")).unwrap();
+        let fastest = |moves_cuts: bool| {
+            let space = Space { moves_cuts, ..staged(&prepared, &line, &cluster, (&request, &pins)) };
+            let all = enumerate(&space, &mut Visited::within(memory, f64::INFINITY)).unwrap();
+            let fit = all.iter().filter(|of| of.prediction.fits());
+            fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)
+        };
+        let share = fastest(true) / fastest(false);
+        assert!(share < most, "{pins:?} takes {share} times as long where cuts are moved");
     }
 }
 

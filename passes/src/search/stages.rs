@@ -35,7 +35,7 @@ use super::candidate::{Candidate, overlap_chunks};
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offload;
 use super::choice::pins::{Pins, Recompute};
-use super::choice::stages::{Limits, MOST_ZERO, Stages};
+use super::choice::stages::{Limits, Stages};
 use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
 use super::visit::Visited;
@@ -43,7 +43,6 @@ use super::work::Work;
 use crate::cluster::Cluster;
 use crate::cost::overlap::spread;
 use crate::pipeline::order::Lengths;
-use crate::shard::family::copy_axes;
 use crate::shard::objective::Prices;
 use crate::shard::tensor::{Placed, Prepared};
 use crate::threads;
@@ -56,7 +55,7 @@ use problem::{Portions, Problem, Solution};
 use recomputed::Recomputed;
 use runs::Runs;
 use rustc_hash::FxHashMap;
-use schedules::{MANY, limits, schedules, zero_stages};
+use schedules::{MANY, limits, schedules, zeros};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Bytes, Family, Pipeline, Seconds};
 use std::cell::{Cell, RefCell};
@@ -66,9 +65,6 @@ use std::rc::Rc;
 /// More chunks a stage than these are tried where a step has fewer than [`MANY`] microbatches for each stage: with more,
 /// what they save of filling and draining is little beside what their messages cost.
 const FEW_CHUNKS: u64 = 4;
-
-/// A ZeRO stage above [`MOST_ZERO`] is tried where the closed form of a step without stages takes this share with it.
-const WORTH: f64 = 0.998;
 
 /// What all candidates of one placed mesh share.
 struct Mesh<'a> {
@@ -96,6 +92,7 @@ struct Mesh<'a> {
     spare: f64,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
+    moves_cuts: bool,
     /// Seconds of the fastest step that fits, of other meshes.
     best: f64,
     /// Seconds of a step from which on a pipeline is not worth a try, by what is known of other meshes.
@@ -170,7 +167,7 @@ fn of_solved(
         rest = after;
     }
     let seen = &seen[..];
-    let (with_unfit, away) = (space.with_unfit, point.away);
+    let (with_unfit, moves_cuts, away) = (space.with_unfit, space.moves_cuts, point.away);
     let of = |recompute: Recompute| Sums::new(prepared, &own.shape, recompute, line);
     let in_blocks = away.moves().then(|| InBlocks::new(line, &of(Recompute::None), &of(Recompute::All)));
     let hosts = if away.moves() { hosts(placed.mesh, cluster.per_node) } else { Vec::new() };
@@ -191,6 +188,7 @@ fn of_solved(
         work,
         spare,
         with_unfit,
+        moves_cuts,
         best: visited.best,
         far: visited.limit_in_stages(),
     };
@@ -256,22 +254,6 @@ fn pipelines(mesh: &Mesh<'_>, pins: &Pins) -> Vec<(Vec<Candidate>, f64)> {
     let worth: Vec<(Schedule, u64)> = schedules(pins).into_iter().filter(is_worth).collect();
     let zeros = &zeros(mesh, pins)[..];
     threads::map(&worth, |schedule| of_schedule(mesh, pins, (again, zeros), *schedule))
-}
-
-/// For each way to store parameters, the stages of ZeRO that are tried: those of [`zero_stages`], and one that reduces
-/// gradients in every microbatch where that takes less, since what is added up is large beside the wire.
-fn zeros(mesh: &Mesh<'_>, pins: &Pins) -> Vec<Vec<u64>> {
-    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
-    let of = |(storage, degrees): (usize, &Degrees)| {
-        let shape = &mesh.seen[0][0].shape;
-        let takes = |zero: u64| shape.predict(mesh.placed, storage, zero, Recompute::None, mesh.work).step.0;
-        let mut zeros = zero_stages(has_copies, degrees, pins);
-        if pins.zero.is_none() && has_copies && takes(MOST_ZERO + 1) < WORTH * takes(MOST_ZERO) {
-            zeros.push(MOST_ZERO + 1);
-        }
-        zeros
-    };
-    mesh.degrees.iter().enumerate().map(of).collect()
 }
 
 /// The pipelines of one schedule.
@@ -554,6 +536,11 @@ impl Tries<'_> {
             if fits == Some(true) {
                 break;
             }
+        }
+        // Stages that may be cut anywhere may become unequal where those that have whole blocks do not.
+        if let (Some(whole), Some(_)) = (&self.again.in_blocks, first) {
+            let again = [Rc::new(self.found_again(0, whole))];
+            self.try_out(candidates, &again, Levels::whole([(0, Recompute::None)]), Choice::All(0));
         }
         // What fits may do so because its stages are unequal: they are less so where some compute more again.
         if let Some((index, Some(true))) = last

@@ -18,7 +18,7 @@ use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
 
 /// The share of its memory that a plan may take where it is known what its like takes.
-const KNOWN: f64 = 0.995;
+pub(super) const KNOWN: f64 = 0.995;
 
 /// How many plans are lowered that were solved again.
 const TRIES: usize = 4;
@@ -115,7 +115,9 @@ pub(super) fn solved_again(of: &Candidate, space: &Space<'_, '_>) -> Result<Vec<
         ..space.pins.clone()
     };
     let space = Space { pins: &pins, meshes: Some(std::slice::from_ref(&of.degrees)), ..*space };
-    let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
+    let mut visited = Visited::within(space.away.room.device, f64::INFINITY);
+    visited.best = of.prediction.step.0;
+    let mut found = match enumerate(&space, &mut visited) {
         Err(error @ PlanError::Bug(_)) => return Err(error),
         found => found.unwrap_or_default(),
     };

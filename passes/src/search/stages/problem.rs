@@ -28,6 +28,9 @@ const NEAR: f64 = 1.05;
 const MOVES: [isize; 6] = [-4, -2, -1, 1, 2, 4];
 const LESS: f64 = 0.999;
 
+/// Where more cuts may be moved ([`Space::moves_cuts`](crate::search::space::Space)), how many are weighed at the most.
+const MOST_WEIGHED: usize = 500;
+
 /// Cuts are to be found, where stages have a choice of levels.
 pub(super) struct Problem<'a> {
     pub tries: &'a Tries<'a>,
@@ -251,11 +254,13 @@ impl Problem<'_> {
     fn refined(&self, mut best: Solution) -> Solution {
         let Tries { mesh, stages, .. } = self.tries;
         let (cuts, is_near) = (best.ends.len() - 2, best.prediction.step.0 < NEAR * self.tries.best());
-        if !best.prediction.fits() || !is_near || mesh.placed.microbatches >= MANY * stages || cuts > FEW_CUTS {
+        let is_much = mesh.placed.microbatches >= MANY * stages || cuts > FEW_CUTS;
+        if !best.prediction.fits() || !is_near || (is_much && !mesh.moves_cuts) {
             return best;
         }
         let runs = (1..=cuts).flat_map(|first| (first..=cuts).map(move |last| (first, last)));
         let moves: Vec<_> = runs.flat_map(|run| MOVES.map(|by| (run, by))).collect();
+        let mut left = if is_much { MOST_WEIGHED } else { usize::MAX };
         loop {
             let before = best.prediction.step.0;
             for ((first, last), by) in moves.iter().copied() {
@@ -264,6 +269,10 @@ impl Problem<'_> {
                 if ends[first] <= ends[first - 1] || ends[last] >= ends[last + 1] {
                     continue;
                 }
+                if left == 0 {
+                    return best;
+                }
+                left -= 1;
                 let enough = LESS * best.prediction.step.0;
                 let found = self.cut_at(&ends, enough);
                 best =

@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 pub(super) struct Recomputed<'a> {
     pub ways: Vec<Recompute>,
     pub of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>>,
+    /// Where nothing may be computed again or leave, what the model takes if it is: its places are those between blocks.
+    pub in_blocks: Option<Sums>,
     /// Bytes that a microbatch leaves behind its forward pass where nothing is computed again.
     kept: f64,
     blocks: f64,
@@ -36,7 +38,9 @@ impl<'a> Recomputed<'a> {
         let none = || Sums::new(mesh.prepared, shape, Recompute::None, mesh.line).between_passes();
         let known = ways.first().filter(|way| **way == Recompute::None);
         let kept = known.map_or_else(none, |_| of_sets[0][0].1.between_passes());
-        Self { ways, of_sets, kept, blocks: shape.blocks.max(1) as f64 }
+        let is_free = ways == [Recompute::None] && !mesh.away.moves();
+        let in_blocks = is_free.then(|| Sums::new(mesh.prepared, shape, Recompute::All, mesh.line));
+        Self { ways, of_sets, in_blocks, kept, blocks: shape.blocks.max(1) as f64 }
     }
 
     /// Bytes that are there while a block is passed that is computed again in one of the ways.

@@ -1,14 +1,16 @@
-//! The schedules that are tried, and why pins leave none.
+//! The schedules and stages of ZeRO that are tried, and why pins leave none.
 
+use super::Mesh;
 use super::line::Line;
 use crate::divisors::divisors;
 use crate::pipeline::rhythm::{held_in_turns, is_in_turns};
 use crate::pipeline::zero_bubble::{CLOSE, kept_for_the_way_up};
 use crate::search::bound::stages::Order;
 use crate::search::choice::degrees::Degrees;
-use crate::search::choice::pins::Pins;
+use crate::search::choice::pins::{Pins, Recompute};
 use crate::search::choice::stages::{Limits, MOST_ZERO};
 use crate::search::error::PlanError;
+use crate::shard::family::copy_axes;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Family, Graph, NodeId, Pipeline};
 
@@ -41,6 +43,25 @@ pub(in crate::search) fn zero_stages(has_copies: bool, degrees: &Degrees, pins: 
         false => zero == 0 || (zero == MOST_ZERO && has_copies),
     };
     (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero), |pin| pin == *zero)).collect()
+}
+
+/// A ZeRO stage above [`MOST_ZERO`] is tried where the closed form of a step without stages takes this share with it.
+const WORTH: f64 = 0.998;
+
+/// For each way to store parameters, the stages of ZeRO that are tried: those of [`zero_stages`], and one that reduces
+/// gradients in every microbatch where that takes less, since what is added up is large beside the wire.
+pub(super) fn zeros(mesh: &Mesh<'_>, pins: &Pins) -> Vec<Vec<u64>> {
+    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
+    let of = |(storage, degrees): (usize, &Degrees)| {
+        let shape = &mesh.seen[0][0].shape;
+        let takes = |zero: u64| shape.predict(mesh.placed, storage, zero, Recompute::None, mesh.work).step.0;
+        let mut zeros = zero_stages(has_copies, degrees, pins);
+        if pins.zero.is_none() && has_copies && takes(MOST_ZERO + 1) < WORTH * takes(MOST_ZERO) {
+            zeros.push(MOST_ZERO + 1);
+        }
+        zeros
+    };
+    mesh.degrees.iter().enumerate().map(of).collect()
 }
 
 /// Of a microbatch in a stage, the least that is its forward pass, where much is computed again in the backward pass.
