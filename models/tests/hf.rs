@@ -210,6 +210,10 @@ fn says_what_is_wrong() {
         &["gate_proj", "f32[128,64]", "f32[96,64]"],
     );
     check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3"), &["model.layers.2.", "in no file"]);
+    check(
+        |dir| edit(dir, "\"model_type\": \"llama\"", "\"model_type\": 3"),
+        &["`model_type` must be the name", "not 3"],
+    );
     check(|dir| edit(dir, "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\""), &["rotary type `yarn`"]);
     check(|dir| edit(dir, "\"rope_type\": \"default\"", "\"rope_type\": 1"), &["`rope_parameters.rope_type` must be"]);
     check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 200000"), &["field `num_hidden"]);
@@ -234,17 +238,34 @@ fn says_what_is_wrong() {
         let words = format!("has elements of {foreign}");
         check(change, &["model.safetensors: tensor `", &words, "F32, BF16 or F16"]);
     }
-    let twice = |dir: &Path| {
-        let path = dir.join("model.safetensors");
-        let bytes = fs::read(&path).unwrap();
-        let (length, rest) = bytes.split_at(8);
-        let (header, data) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
-        let mut header: serde_json::Value = serde_json::from_slice(header).unwrap();
-        header["model.norm.weight"] = header["model.layers.0.input_layernorm.weight"].clone();
-        let header = header.to_string();
-        fs::write(path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()).unwrap();
+    // What the header of the weights says is changed.
+    let of_header = |change: &dyn Fn(&mut serde_json::Value), expect: &[&str]| {
+        let change = |dir: &Path| {
+            let path = dir.join("model.safetensors");
+            let bytes = fs::read(&path).unwrap();
+            let (length, rest) = bytes.split_at(8);
+            let (header, data) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
+            let mut header: serde_json::Value = serde_json::from_slice(header).unwrap();
+            change(&mut header);
+            let header = header.to_string();
+            fs::write(path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()).unwrap();
+        };
+        check(change, expect);
     };
-    check(twice, &["`model.layers.0.input_layernorm.weight` and `model.norm.weight` take the same bytes"]);
+    of_header(
+        &|header| header["model.norm.weight"] = header["model.layers.0.input_layernorm.weight"].clone(),
+        &["`model.layers.0.input_layernorm.weight` and `model.norm.weight` take the same bytes"],
+    );
+    for (field, value, expect) in [
+        ("shape", "[-1, 2]", "`shape` is [-1,2], not a list of sizes"),
+        ("dtype", "4", "`dtype` is 4, which names no type"),
+        ("data_offsets", "[0]", "`data_offsets` is [0], not where it begins and ends"),
+    ] {
+        let change = |header: &mut serde_json::Value| {
+            header["model.norm.weight"][field] = serde_json::from_str(value).unwrap();
+        };
+        of_header(&change, &["tensor `model.norm.weight`", expect]);
+    }
     let index = |dir: &Path| {
         let text = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.join("model.safetensors.index.json"), text).unwrap();

@@ -136,7 +136,8 @@ pub(super) fn read_map(path: &Path) -> Result<Map<String, Value>, HfError> {
 pub(super) fn read(path: &Path) -> Result<Config, HfError> {
     let map = read_map(path)?;
     let fields = Fields { path, prefix: "", map: &map };
-    match fields.get("model_type").and_then(Value::as_str) {
+    let model_type = fields.get("model_type").ok_or_else(|| fields.missing("model_type"))?;
+    match model_type.as_str() {
         Some("gpt2") => gpt2(&fields).map(Config::Gpt2),
         Some("llama") => llama(&fields).map(Config::Llama),
         Some(other) => {
@@ -149,7 +150,7 @@ pub(super) fn read(path: &Path) -> Result<Config, HfError> {
             };
             Err(fields.unsupported(format!("architecture `{other}`; supported: gpt2, llama{instead}")))
         }
-        None => Err(fields.missing("model_type")),
+        None => Err(fields.wrong("model_type", "the name of an architecture")),
     }
 }
 

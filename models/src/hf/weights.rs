@@ -274,8 +274,8 @@ fn shard_paths(dir: &Path) -> Result<(Vec<PathBuf>, BTreeMap<String, String>), H
     let malformed = |message: String| HfError::Malformed { path: index.clone(), message };
     let text = std::fs::read_to_string(&index).map_err(io(&index))?;
     let value: Value = serde_json::from_str(&text).map_err(|error| malformed(format!("not JSON: {error}")))?;
-    let map = value.get("weight_map").and_then(Value::as_object);
-    let map = map.ok_or_else(|| malformed("`weight_map` is missing".to_string()))?;
+    let map = value.get("weight_map").ok_or_else(|| malformed("`weight_map` is missing".to_string()))?;
+    let map = map.as_object().ok_or_else(|| malformed("`weight_map` is no object".to_string()))?;
     if let Some((name, file)) = map.iter().find(|(_, file)| !file.is_string()) {
         return Err(malformed(format!("the file of tensor `{name}` is {file}, which is no name of a file")));
     }
@@ -344,12 +344,17 @@ fn read_header(
 
 /// The type (the name of its elements' if that is one that no parameter has) and the bytes of a tensor.
 fn parse_entry(entry: &Value) -> Result<(Result<TensorType, String>, u64, u64), String> {
-    let dtype = entry.get("dtype").and_then(Value::as_str).ok_or("no `dtype`")?;
-    let list = |field: &str| -> Option<Vec<u64>> {
-        entry.get(field).and_then(Value::as_array)?.iter().map(Value::as_u64).collect()
+    let field = |name: &str| entry.get(name).ok_or_else(|| format!("no `{name}`"));
+    let dtype = field("dtype")?;
+    let dtype = dtype.as_str().ok_or_else(|| format!("`dtype` is {dtype}, which names no type"))?;
+    let list = |name: &str, is_long: &dyn Fn(usize) -> bool, expect: &str| {
+        let value = field(name)?;
+        let sizes = |list: &Vec<Value>| list.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>();
+        let sizes = value.as_array().and_then(sizes).filter(|sizes| is_long(sizes.len()));
+        sizes.ok_or_else(|| format!("`{name}` is {value}, not {expect}"))
     };
-    let shape = list("shape").ok_or("no `shape`")?;
-    let offsets = list("data_offsets").filter(|list| list.len() == 2).ok_or("no `data_offsets`")?;
+    let shape = list("shape", &|_| true, "a list of sizes")?;
+    let offsets = list("data_offsets", &|count| count == 2, "where it begins and ends")?;
     shape.iter().try_fold(8u64, |product, size| product.checked_mul(*size)).ok_or("its size makes no sense")?;
     let known = DType::ALL.into_iter().find(|known| file_name(*known) == dtype);
     let ty = known.map(|known| TensorType::new(known, shape)).ok_or_else(|| dtype.to_string());

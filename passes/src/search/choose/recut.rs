@@ -19,7 +19,7 @@ const MOST: usize = 6;
 const NEAR: f64 = 1.06;
 
 /// A plan is lowered if it is thought to take less than this share of the fastest.
-const GAIN: f64 = 0.998;
+const GAIN: f64 = 0.995;
 
 /// Adds to the `lowered` plans the one that is thought to be the fastest of those that differ from the fastest pipelines in
 /// where they are cut, if that is thought to be faster than all that are lowered.
