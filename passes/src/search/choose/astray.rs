@@ -6,6 +6,7 @@
 
 use crate::search::candidate::Candidate;
 use crate::search::choice::degrees::Degrees;
+use crate::search::choice::stages::MOST_ZERO;
 use crate::search::error::PlanError;
 use shardc_ir::Plan;
 use shardc_ir::pipeline::Schedule;
@@ -13,9 +14,10 @@ use shardc_ir::pipeline::Schedule;
 /// Meshes and schedules that are tried.
 const MESHES: usize = 3;
 
-/// Of what plans estimates are too low alike: those of a mesh, and in stages of a schedule.
-fn kind(of: &Candidate) -> (&Degrees, Option<(Schedule, u64)>) {
-    (&of.degrees, of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage)))
+/// Of what plans estimates are too low alike: those of a mesh, and in stages of a schedule, where gradients are reduced in
+/// every microbatch or once.
+fn kind(of: &Candidate) -> (&Degrees, Option<(Schedule, u64, bool)>) {
+    (&of.degrees, of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage, of.zero > MOST_ZERO)))
 }
 
 /// The plans of other meshes and schedules than those of `known` that take less than `step` seconds and fit. `candidates`
@@ -66,22 +68,26 @@ mod tests {
                 Stages { schedule, per_stage: 2, limits, cuts: none, recompute: Vec::new(), lengths: Vec::new() };
             Candidate { stages: Some(stages), ..Candidate::bare(dp, Recompute::None, taking(seconds)) }
         };
-        let candidates = [
+        let mut candidates = [
             candidate(2, Schedule::ZeroBubbleV, 1.0),
             candidate(2, Schedule::ZeroBubbleV, 1.01),
             candidate(2, Schedule::Interleaved, 1.1),
             candidate(4, Schedule::ZeroBubbleV, 1.11),
         ];
-        let found = |step: f64, programs: [f64; 4]| {
+        let of_all = |candidates: &[Candidate; 4], step: f64, programs: [f64; 4]| {
             let seconds = |of: &Candidate| candidates.iter().zip(programs).find(|(other, _)| *other == of);
             let make = |of: &Candidate| Ok(Plan { prediction: taking(seconds(of).unwrap().1), ..Plan::default() });
-            let found = other_meshes(&candidates, &[0], step, &make).unwrap();
+            let found = other_meshes(candidates, &[0], step, &make).unwrap();
             found.into_iter().map(|of| of.0).collect::<Vec<_>>()
         };
+        let found = |step: f64, programs: [f64; 4]| of_all(&candidates, step, programs);
         assert_eq!(found(1.3, [1.3, 0.5, 1.1, 1.2]), [2]);
         assert_eq!(found(1.3, [1.3, 0.5, 1.29, 1.2]), [2, 3]);
         assert_eq!(found(1.15, [1.15, 0.5, 1.14, 1.12]), [2, 3]);
         assert_eq!(found(1.15, [1.15, 0.5, 1.1, 1.1]), [2]);
         assert!(found(1.1, [1.1, 0.5, 1.0, 1.0]).is_empty());
+        // Of the first two, which are of one schedule, one reduces gradients in every microbatch.
+        candidates[0].zero = 2;
+        assert_eq!(of_all(&candidates, 1.05, [1.05, 1.02, 1.1, 1.1]), [1]);
     }
 }

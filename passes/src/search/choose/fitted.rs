@@ -116,6 +116,7 @@ pub(super) fn solved_again(of: &Candidate, space: &Space<'_, '_>) -> Result<Vec<
     };
     let space = Space { pins: &pins, meshes: Some(std::slice::from_ref(&of.degrees)), ..*space };
     let mut visited = Visited::within(space.away.room.device, f64::INFINITY);
+    // Cuts are moved of what is near the fastest that is known.
     visited.best = of.prediction.step.0;
     let mut found = match enumerate(&space, &mut visited) {
         Err(error @ PlanError::Bug(_)) => return Err(error),
