@@ -86,7 +86,6 @@ fn what_was_trained_is_kept_where_nothing_else_can_be_written() {
     }
 }
 
-/// A pipe is opened once: who reads it sees all steps, and then its end.
 /// Where files may not become large (`ulimit -f`), what does not fit is said, and what was there stays.
 #[test]
 fn a_file_that_may_not_become_large_is_told() {
@@ -105,6 +104,7 @@ fn a_file_that_may_not_become_large_is_told() {
     assert_eq!(fs::read_dir(dir.path()).expect("a directory").count(), 1, "a part is left");
 }
 
+/// A pipe is opened once: who reads it sees all steps, and then its end.
 #[test]
 fn metrics_go_through_a_pipe() {
     let (model, dir) = (fixture("gpt2"), tempfile::tempdir().expect("a directory"));

@@ -347,14 +347,14 @@ fn parse_entry(entry: &Value) -> Result<(Result<TensorType, String>, u64, u64), 
     let field = |name: &str| entry.get(name).ok_or_else(|| format!("no `{name}`"));
     let dtype = field("dtype")?;
     let dtype = dtype.as_str().ok_or_else(|| format!("`dtype` is {dtype}, which names no type"))?;
-    let list = |name: &str, is_long: &dyn Fn(usize) -> bool, expect: &str| {
+    let list = |name: &str, count: Option<usize>, expect: &str| {
         let value = field(name)?;
         let sizes = |list: &Vec<Value>| list.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>();
-        let sizes = value.as_array().and_then(sizes).filter(|sizes| is_long(sizes.len()));
+        let sizes = value.as_array().and_then(sizes).filter(|sizes| count.is_none_or(|count| sizes.len() == count));
         sizes.ok_or_else(|| format!("`{name}` is {value}, not {expect}"))
     };
-    let shape = list("shape", &|_| true, "a list of sizes")?;
-    let offsets = list("data_offsets", &|count| count == 2, "where it begins and ends")?;
+    let shape = list("shape", None, "a list of sizes")?;
+    let offsets = list("data_offsets", Some(2), "where it begins and ends")?;
     shape.iter().try_fold(8u64, |product, size| product.checked_mul(*size)).ok_or("its size makes no sense")?;
     let known = DType::ALL.into_iter().find(|known| file_name(*known) == dtype);
     let ty = known.map(|known| TensorType::new(known, shape)).ok_or_else(|| dtype.to_string());

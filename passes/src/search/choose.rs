@@ -97,6 +97,11 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     in_chunks.into_iter().chain(known.iter().map(|index| candidates[*index].clone())).collect()
 }
 
+/// The fastest of lowered plans.
+fn fastest(lowered: &[(usize, Plan)]) -> Option<&(usize, Plan)> {
+    lowered.iter().min_by(|a, b| a.1.prediction.step.0.total_cmp(&b.1.prediction.step.0))
+}
+
 /// What comes of the meshes that are visited.
 pub(super) enum Chosen {
     /// The best plan. Its record of the search has the estimate and the counts of plans; the caller adds the bounds.
@@ -205,7 +210,7 @@ struct Contest<'a> {
 impl Contest<'_> {
     /// The seconds of the fastest lowered plan that fits.
     fn fastest(&self) -> f64 {
-        self.fitting.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min)
+        fastest(&self.fitting).map_or(f64::INFINITY, |(_, plan)| plan.prediction.step.0)
     }
 
     /// The candidates that were lowered.
@@ -336,8 +341,7 @@ impl Contest<'_> {
     fn leave_head_whole(&mut self) -> Result<(), PlanError> {
         let (space, lowering) = (self.space, self.lowering);
         let make = |of: &Candidate| lowering.plan(of);
-        let by_step = |a: &&(usize, Plan), b: &&(usize, Plan)| a.1.prediction.step.0.total_cmp(&b.1.prediction.step.0);
-        let Some((index, plan)) = self.fitting.iter().min_by(by_step) else { return Ok(()) };
+        let Some((index, plan)) = fastest(&self.fitting) else { return Ok(()) };
         let best = plan.prediction.step.0;
         let Some(whole) = uncut::whole(&self.candidates[*index], best, space)? else { return Ok(()) };
         self.candidates.push(whole);

@@ -50,6 +50,12 @@ fn staged<'a, 'b>(
     }
 }
 
+/// The seconds of the fastest of candidates that fits.
+fn fastest(all: &[Candidate]) -> f64 {
+    let fit = all.iter().filter(|of| of.prediction.fits());
+    fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)
+}
+
 /// However little memory there is, and whatever is computed again for it: no plan is estimated to take less than the bounds
 /// of its mesh say, of those that take as long as itself.
 #[test]
@@ -152,13 +158,11 @@ fn many_cuts_are_moved_where_that_is_asked() {
     let request = Request { batch: sizes.batch, seq: sizes.seq, device_memory: memory, ..Request::default() };
     for (pins, most) in [("schedule=zbv", 0.98), ("schedule=interleaved,virtual=2", 0.94), ("schedule=1f1b", 0.99)] {
         let pins = Pins::parse(&format!("pp=8,microbatch=2,zero=0,{pins}")).unwrap();
-        let fastest = |moves_cuts: bool| {
+        let of = |moves_cuts: bool| {
             let space = Space { moves_cuts, ..staged(&prepared, &line, &cluster, (&request, &pins)) };
-            let all = enumerate(&space, &mut Visited::within(memory, f64::INFINITY)).unwrap();
-            let fit = all.iter().filter(|of| of.prediction.fits());
-            fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)
+            fastest(&enumerate(&space, &mut Visited::within(memory, f64::INFINITY)).unwrap())
         };
-        let share = fastest(true) / fastest(false);
+        let share = of(true) / of(false);
         assert!(share < most, "{pins:?} takes {share} times as long where cuts are moved");
     }
 }
@@ -177,10 +181,6 @@ fn what_was_left_out_is_found_again() {
             let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
             let (prepared, cluster, pins) = (&prepared, &cluster, &pins);
             let space = staged(prepared, &line, cluster, (request, pins));
-            let fastest = |all: &[Candidate]| {
-                let fit = all.iter().filter(|of| of.prediction.fits());
-                fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)
-            };
             let beside = |step: f64| {
                 let mut visited = Visited::new(memory).against(step);
                 (enumerate(&space, &mut visited).unwrap_or_default(), visited)

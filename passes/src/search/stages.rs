@@ -92,6 +92,7 @@ struct Mesh<'a> {
     spare: f64,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
+    /// Whether many cuts are moved as well ([`Space::moves_cuts`]).
     moves_cuts: bool,
     /// Seconds of the fastest step that fits, of other meshes.
     best: f64,
@@ -538,7 +539,7 @@ impl Tries<'_> {
             }
         }
         // Stages that may be cut anywhere may become unequal where those that have whole blocks do not.
-        if let (Some(whole), Some(_)) = (&self.again.in_blocks, first) {
+        if let (Some(whole), Some(_)) = (&self.again.between_blocks, first) {
             let again = [Rc::new(self.found_again(0, whole))];
             self.try_out(candidates, &again, Levels::whole([(0, Recompute::None)]), Choice::All(0));
         }

@@ -18,7 +18,7 @@ use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
 
 /// The share of its memory that a plan may take where it is known what its like takes.
-pub(super) const KNOWN: f64 = 0.995;
+const KNOWN: f64 = 0.995;
 
 /// How many plans are lowered that were solved again.
 const TRIES: usize = 4;
@@ -75,11 +75,17 @@ pub(in crate::search) fn again(
     Ok(())
 }
 
+/// How memory is taken of the like of a candidate, of which it is known what its programs take.
+pub(super) fn measured(of: &Candidate, exact: &Prediction) -> Measure {
+    let excess = exact.filled() / of.prediction.filled().max(f64::MIN_POSITIVE);
+    Measure { excess, shares: &[KNOWN] }
+}
+
 /// The candidates of a candidate's mesh, ZeRO stage and schedule that fit, if they take as much more or less memory
 /// than is estimated as it does; with what steps they would take.
 fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec<(f64, Candidate)>, PlanError> {
     let estimate = &of.prediction;
-    let measure = Measure { excess: exact.filled() / estimate.filled().max(f64::MIN_POSITIVE), shares: &[KNOWN] };
+    let measure = measured(of, exact);
     // There is something to gain only from what memory is saved by.
     let is_whole =
         of.recompute == Recompute::None && of.prices.byte == 0.0 && of.loss_chunks == 1 && of.offload.is_none();

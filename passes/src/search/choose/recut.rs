@@ -5,11 +5,10 @@
 //! the plans that are the fastest in the end. Where values leave the devices, what they take is seen by estimates alone, and
 //! cuts stay.
 
-use super::fitted::{KNOWN, solved_again};
+use super::fitted::{measured, solved_again};
 use super::overstated::{NODES, Refused, tried};
 use crate::search::candidate::{Candidate, is_long};
 use crate::search::error::PlanError;
-use crate::search::measure::Measure;
 use crate::search::space::Space;
 use crate::threads;
 use shardc_ir::Plan;
@@ -32,8 +31,7 @@ pub(super) fn fastest(
     space: &Space<'_, '_>,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(), PlanError> {
-    let by_step = |a: &&(usize, Plan), b: &&(usize, Plan)| a.1.prediction.step.0.total_cmp(&b.1.prediction.step.0);
-    let Some((index, plan)) = lowered.iter().min_by(by_step) else { return Ok(()) };
+    let Some((index, plan)) = super::fastest(lowered) else { return Ok(()) };
     let (best, exact) = (&candidates[*index], plan.prediction);
     let is_open = |of: &Candidate| of.stages.is_some() && of.offload.is_none();
     if !is_open(best) || is_long(best, space.request.batch) || space.prepared.graph.node_count() > NODES {
@@ -47,8 +45,7 @@ pub(super) fn fastest(
             open.push(index);
         }
     }
-    let measure =
-        Measure { excess: exact.filled() / best.prediction.filled().max(f64::MIN_POSITIVE), shares: &[KNOWN] };
+    let measure = measured(best, &exact);
     let again = |index: &usize| solved_again(&candidates[*index], &Space { measure, moves_cuts: true, ..*space });
     let mut found: Vec<(f64, Candidate)> = Vec::new();
     for (index, of) in open.iter().zip(threads::map(&open, again)) {

@@ -250,7 +250,8 @@ impl Problem<'_> {
     }
 
     /// Moves runs of neighbouring cuts as long as that makes the step shorter, as running its schedule tells. With few
-    /// microbatches a step is filling and draining for much of its time, and stages that are equal are not the fastest.
+    /// microbatches a step is filling and draining for much of its time, and stages that are equal are not the fastest. Of many
+    /// microbatches or cuts this is done where it is asked for.
     fn refined(&self, mut best: Solution) -> Solution {
         let Tries { mesh, stages, .. } = self.tries;
         let (cuts, is_near) = (best.ends.len() - 2, best.prediction.step.0 < NEAR * self.tries.best());

@@ -8,7 +8,7 @@ pub(super) struct Recomputed<'a> {
     pub ways: Vec<Recompute>,
     pub of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>>,
     /// Where nothing may be computed again or leave, what the model takes if it is: its places are those between blocks.
-    pub in_blocks: Option<Sums>,
+    pub between_blocks: Option<Sums>,
     /// Bytes that a microbatch leaves behind its forward pass where nothing is computed again.
     kept: f64,
     blocks: f64,
@@ -39,8 +39,8 @@ impl<'a> Recomputed<'a> {
         let known = ways.first().filter(|way| **way == Recompute::None);
         let kept = known.map_or_else(none, |_| of_sets[0][0].1.between_passes());
         let is_free = ways == [Recompute::None] && !mesh.away.moves();
-        let in_blocks = is_free.then(|| Sums::new(mesh.prepared, shape, Recompute::All, mesh.line));
-        Self { ways, of_sets, in_blocks, kept, blocks: shape.blocks.max(1) as f64 }
+        let between_blocks = is_free.then(|| Sums::new(mesh.prepared, shape, Recompute::All, mesh.line));
+        Self { ways, of_sets, between_blocks, kept, blocks: shape.blocks.max(1) as f64 }
     }
 
     /// Bytes that are there while a block is passed that is computed again in one of the ways.
