@@ -448,7 +448,7 @@ impl Rank {
             let enqueued = || {
                 ready.waits.iter().try_for_each(|event| self.device.wait(*event, stream))?;
                 pair.map_or(Ok(()), |(before, _)| self.device.record(before, stream))?;
-                let collectives = self.enqueue(ready, run.microbatch)?;
+                let collectives = self.enqueue(&ready.commands, stream, run.microbatch)?;
                 pair.map_or(Ok(()), |(_, after)| self.device.record(after, stream))?;
                 ready.mark.map_or(Ok(()), |event| self.device.record(event, stream))?;
                 // Whoever waits for the collective does not wait for its mark.
@@ -464,10 +464,10 @@ impl Rank {
         self.inputs.bring_next(&self.device)
     }
 
-    /// Enqueues an instruction; gives how many times it meets other ranks.
-    fn enqueue(&self, ready: &Ready, microbatch: u64) -> Result<u32, Failure> {
-        let (stream, mut met) = (ready.stream, 0);
-        for command in &ready.commands {
+    /// Enqueues the commands of an instruction; gives how many times they meet other ranks.
+    fn enqueue(&self, commands: &[Command], stream: Stream, microbatch: u64) -> Result<u32, Failure> {
+        let mut met = 0;
+        for command in commands {
             match command {
                 Command::Launch(launch) => self.device.launch(launch, stream)?,
                 Command::Zero { to, bytes } => self.device.zero(*to, *bytes, stream)?,
@@ -495,11 +495,9 @@ impl Rank {
                 Command::Feed { input, to, bytes } => {
                     self.inputs.feed((*input, microbatch), (*to, *bytes), &self.device, stream)?;
                 }
-                Command::Accumulate { first: (to, from, bytes), rest, cast } => match (microbatch, cast) {
-                    (0, Some(cast)) => self.device.launch(cast, stream)?,
-                    (0, None) => self.device.copy(*to, *from, *bytes, stream)?,
-                    _ => self.device.launch(rest, stream)?,
-                },
+                Command::Accumulate { first, rest } => {
+                    met += self.enqueue(if microbatch == 0 { first } else { rest }, stream, microbatch)?;
+                }
             }
         }
         Ok(met)

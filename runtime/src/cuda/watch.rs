@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// Between two looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// The thread was stopped with its process if it looks after so long.
+const STOPPED: Duration = Duration::from_secs(5);
 
 /// What is watched of a rank.
 pub struct Watched {
@@ -113,6 +115,16 @@ impl Shared {
         (!texts.is_empty()).then(|| texts.join("; "))
     }
 
+    /// A process that was itself stopped (Ctrl-Z, or by a batch system) has done nothing since: its task has not taken that
+    /// long. So much time passed since the last look.
+    fn forgive(&self, passed: Duration) {
+        if passed > STOPPED
+            && let Some((_, since)) = &mut self.lock().task
+        {
+            *since += passed;
+        }
+    }
+
     /// One look: gives the ranks up where there is reason to.
     fn look(&self, world: &World) {
         // Asked first: whoever tells of a failure asks for the streams' places while holding what knows of it.
@@ -182,8 +194,11 @@ impl Watch {
     pub fn new(shared: Arc<Shared>, world: Arc<World>) -> Self {
         let watching = shared.clone();
         let thread = std::thread::spawn(move || {
+            let mut last = Instant::now();
             while !watching.ended.load(Ordering::Relaxed) {
                 std::thread::park_timeout(LOOK);
+                watching.forgive(last.elapsed());
+                last = Instant::now();
                 watching.look(&world);
             }
         });
@@ -227,6 +242,21 @@ mod tests {
         assert_eq!(shared.text().as_deref(), Some(at));
         shared.remove(5);
         assert_eq!(shared.text(), None);
+    }
+
+    #[test]
+    fn time_in_which_the_process_was_stopped_is_no_part_of_a_step() {
+        let shared = shared();
+        let long_ago = Instant::now().checked_sub(Duration::from_secs(50)).expect("an uptime of a minute");
+        let judge = || {
+            let task = shared.lock().task.expect("a task");
+            shared.lock().judge(task, None, Duration::from_secs(40)).is_some()
+        };
+        shared.lock().task = Some((Task::Step, long_ago));
+        shared.forgive(LOOK);
+        assert!(judge());
+        shared.forgive(Duration::from_secs(30));
+        assert!(!judge());
     }
 
     #[test]

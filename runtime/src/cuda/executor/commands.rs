@@ -42,11 +42,10 @@ pub enum Command {
         to: u64,
         bytes: u64,
     },
-    /// In the first microbatch a copy, later an addition.
+    /// What the first microbatch does, and what the others do.
     Accumulate {
-        first: (u64, u64, u64),
-        rest: ReadyLaunch,
-        cast: Option<ReadyLaunch>,
+        first: Vec<Command>,
+        rest: Vec<Command>,
     },
 }
 
@@ -144,16 +143,9 @@ pub fn commands(
         }
         Action::Accumulate => {
             let selection = selection.ok_or("nothing chosen")?;
-            let Some(Step::Launch(launch)) = selection.steps.first() else { return Err("no kernel".to_string()) };
-            let rest = device.prepare(launch, |arg| layout.resolve(instruction, arg))?;
-            let (from, to) = (&instruction.operands[0], &instruction.results[0]);
-            let dtype = |id: &BufferId| layout.program.buffers[*id].ty.dtype;
-            let cast = match selection.steps.get(1) {
-                Some(Step::Launch(cast)) => Some(device.prepare(cast, |arg| layout.resolve(instruction, arg))?),
-                _ if dtype(from) != dtype(to) => return Err("accumulates another element type".to_string()),
-                _ => None,
-            };
-            Ok(vec![Command::Accumulate { first: (at(to), at(from), bytes(to)), rest, cast }])
+            let (rest, first) = selection.steps.split_at(selection.steps.len() - selection.first);
+            let mut all = |steps| selected(device, libraries, layout, instruction, (steps, selection.workspace));
+            Ok(vec![Command::Accumulate { first: all(first)?, rest: all(rest)? }])
         }
         meeting => {
             let (group, collective) = collective(meeting).ok_or("is no collective")?;

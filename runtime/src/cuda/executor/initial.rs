@@ -59,7 +59,7 @@ impl Rank {
         }
         let text = "the initial values".into();
         let ready = Ready { commands: ready, stream: Stream::Compute, waits: Vec::new(), mark: None, text };
-        self.enqueue(&ready, 0)?;
+        self.enqueue(&ready.commands, ready.stream, 0)?;
         self.finish(Stream::Compute, &AtomicBool::new(false))
     }
 }

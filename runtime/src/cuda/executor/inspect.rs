@@ -34,7 +34,7 @@ impl Rank {
             for (index, instruction) in program.sections[run.section].instructions.iter().enumerate() {
                 let ready = &self.sections[section_index(run.section)][index];
                 let failed = |error: Failure| format!("{}: {error}", ready.text);
-                self.enqueue(ready, run.microbatch).map_err(failed)?;
+                self.enqueue(&ready.commands, ready.stream, run.microbatch).map_err(failed)?;
                 self.finish(ready.stream, stop).map_err(failed)?;
                 let Action::Compute(op) = &instruction.action else { continue };
                 if watch.is_watching() {

@@ -88,10 +88,25 @@ impl Select<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::select;
+    use super::super::{Selection, Step, select, select_accumulate};
     use super::*;
     use shardc_ir::ops::Softmax;
     use shardc_ir::{DType, TensorType};
+
+    /// Additions over several launches are all there, and so is all that the first microbatch does in their place.
+    #[test]
+    fn what_accumulates_more_than_a_launch_does_all_of_it() {
+        let steps = |operand: DType, elements: u64| {
+            let ty = |dtype: DType| TensorType::new(dtype, [elements]);
+            let Selection { steps, first, .. } = select_accumulate(&ty(operand), &ty(DType::F32));
+            let (rest, first) = steps.split_at(steps.len() - first);
+            let launches = |steps: &[Step]| steps.iter().filter(|step| matches!(step, Step::Launch(_))).count();
+            let copied = first.iter().map(|step| if let Step::Copy { bytes, .. } = step { *bytes } else { 0 }).sum();
+            (launches(rest), launches(first), copied)
+        };
+        assert_eq!([steps(DType::F32, 64), steps(DType::F32, (1 << 29) + 4)], [(1, 0, 256), (2, 0, (1u64 << 31) + 16)]);
+        assert_eq!([steps(DType::Bf16, 64), steps(DType::Bf16, (1 << 29) + 4)], [(1, 1, 0), (2, 2, 0)]);
+    }
 
     #[test]
     fn a_unit_that_is_too_large_for_a_launch_is_refused() {

@@ -141,6 +141,9 @@ pub struct Unsupported {
 pub struct Selection {
     /// The steps, in order.
     pub steps: Vec<Step>,
+    /// How many of the last are those of the first microbatch, which does nothing of what comes before them; the others
+    /// do that alone.
+    pub first: usize,
     /// Bytes of scratch memory, workspaces included.
     pub scratch: u64,
     /// Where in the scratch memory matrix products have their workspace, and its bytes.
@@ -204,15 +207,19 @@ pub fn select_within(
     Ok(select.out)
 }
 
-/// `result += operand`, the accumulation over microbatches; where the element types differ, followed
-/// by what the first microbatch does instead, a conversion.
+/// `result += operand`, the accumulation over microbatches, followed by what the first does instead: a copy, or where
+/// the element types differ a conversion.
 pub fn select_accumulate(operand: &TensorType, result: &TensorType) -> Selection {
     let (operands, results) = ([operand.clone()], [result.clone()]);
     let mut select = Select::new(&operands, &results, cut::LIMIT);
     select.accumulate();
-    if operand.dtype != result.dtype {
+    let later = select.out.steps.len();
+    if operand.dtype == result.dtype {
+        select.out.steps.push(Step::Copy { from: OP(0), to: RES(0), bytes: result.bytes().0 });
+    } else {
         select.cast_elements(OP(0), RES(0), operand.dtype, result.dtype, result.elements());
     }
+    select.out.first = select.out.steps.len() - later;
     select.out
 }
 

@@ -175,7 +175,6 @@ impl Select<'_> {
             }
             width /= 2;
         }
-        let walk = walk.walk();
         let vectors = elements / width as u64;
         let vector = width as u64 * dtype.size();
         for (arg, steps, start) in [(from, &walk.read, walk.read_start), (to, &walk.write, walk.write_start)] {
@@ -183,9 +182,10 @@ impl Select<'_> {
                 self.expect_small(arg, 0);
             }
         }
-        // A unit is one index of the outermost dimension.
-        let (outer, read) = (u64::from(walk.shape[0]), if is_spread { dtype.size() } else { vector });
-        let steps = [u64::from(walk.read[0]) * read, u64::from(walk.write[0]) * vector];
+        // A unit is one index of the outermost dimension, along which launches begin: the kernel steps along the others.
+        let (outer, read) = (walk.shape[0], if is_spread { dtype.size() } else { vector });
+        let steps = [walk.read[0] * read, walk.write[0] * vector];
+        let walk = walk.walk();
         let cut = Cut { per_unit: vectors / outer, ..Cut::vectors(vectors, THREADS) };
         let parameters = walk.clone();
         let kernel = if is_spread {
