@@ -35,7 +35,8 @@ pub(crate) fn with_pins(pins: &str, others: impl IntoIterator<Item = String>) ->
 /// How to compile.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The precision of the computation.
+    /// The precision of the computation: bf16 if nothing else is said, on CPU ranks as well, for which the command takes
+    /// fp32.
     pub precision: Precision,
     /// The element type in which gradients of matrices are summed over ranks; fp32 if none is named.
     pub reduce_dtype: Option<DType>,

@@ -3,7 +3,8 @@
 //! A block is what a module path names up to and including its first numeric component
 //! (`blocks.3`). For a selected block, the forward nodes that its backward nodes read are added a
 //! second time, just before the first of those (Chen et al., "Training deep nets with sublinear
-//! memory cost", 2016). They read what enters the block, which stays, and parameters.
+//! memory cost", 2016). They read what enters the block, which stays, and parameters. Of a block that the forward pass
+//! comes through more than once, each time is recomputed by itself.
 //!
 //! Invariants: the graph computes the same; the copies have the role
 //! [`Role::Recompute`] of what they copy; nothing that no output needs
@@ -115,26 +116,40 @@ pub fn fixed(graph: &Graph) -> SecondaryMap<NodeId, bool> {
     fixed
 }
 
+/// Of the nodes of chosen blocks, the number of the time in a block that each belongs to: from a node of the forward pass
+/// that comes behind one of another block, up to the next such; and those of the backward pass that of their own.
+fn times(graph: &Graph, blocks: &dyn Fn(&str) -> bool) -> SecondaryMap<NodeId, Option<u32>> {
+    let mut times: SecondaryMap<NodeId, Option<u32>> = SecondaryMap::new();
+    let (fixed, mut count, mut last) = (fixed(graph), 0, None);
+    for (id, node) in graph.nodes() {
+        let Some(own) = block(node) else { continue };
+        times[id] = match node.role {
+            Role::Forward if fixed[id] => None,
+            Role::Forward => {
+                count += u32::from(last.is_some_and(|last| last != own));
+                last = Some(own);
+                blocks(own).then_some(count)
+            }
+            Role::Backward(of) | Role::Recompute(of) => times[of],
+            Role::Optimizer => None,
+        };
+    }
+    times
+}
+
 /// What is to be made again, and who reads it.
 struct Chosen {
-    /// Per backward node of a chosen block, the block.
+    /// Per backward node of a chosen block, which time in that it belongs to.
     reader: SecondaryMap<NodeId, Option<u32>>,
-    /// Per block, its first backward node.
+    /// Per time in a block, its first backward node.
     first: BTreeMap<u32, NodeId>,
-    /// Per block, the forward nodes to copy, in order.
+    /// Per time in a block, the forward nodes to copy, in order.
     needed: BTreeMap<u32, BTreeSet<NodeId>>,
 }
 
 impl Chosen {
     fn new(graph: &Graph, blocks: &dyn Fn(&str) -> bool, keep: &dyn Fn(NodeId) -> bool) -> Self {
-        let mut numbers: BTreeMap<&str, u32> = BTreeMap::new();
-        let mut home: SecondaryMap<NodeId, Option<u32>> = SecondaryMap::new();
-        let fixed = fixed(graph);
-        for (id, node) in graph.nodes() {
-            let Some(block) = block(node).filter(|block| blocks(block)) else { continue };
-            let next = numbers.len() as u32;
-            home[id] = Some(*numbers.entry(block).or_insert(next));
-        }
+        let (home, fixed) = (times(graph, blocks), fixed(graph));
         let again = |id: NodeId, number: u32| {
             let node = graph.node(id);
             home[id] == Some(number) && node.role == Role::Forward && !node.op.is_leaf() && !fixed[id] && !keep(id)

@@ -174,6 +174,34 @@ fn merged(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usiz
     (x.transpose().reshape([1, batch * seq * WIDTH]) * factors).mean()
 }
 
+/// Blocks that are passed twice, in turn.
+fn looped(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let mut x = model.table.forward(inputs.int("tokens", [batch, seq]));
+    for _ in 0..2 {
+        for block in &model.blocks {
+            x = x.clone() + gelu(block.forward(x)).tanh();
+        }
+    }
+    model.words.forward(x).square().mean()
+}
+
+/// Tokens of which the steps come first, then the samples.
+fn steps_first(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let mut state = Tensor::<2>::zeros([batch, WIDTH], &model.head.weight.device());
+    let x = model.table.forward(inputs.int("tokens", [seq, batch]));
+    for step in 0..seq {
+        state = (model.blocks[0].forward(x.clone().narrow(0, step, 1).squeeze_dim(0)) + state).tanh();
+    }
+    model.words.forward(state).square().mean() + model.blocks[1].forward(x).square().mean()
+}
+
+/// The same with all tokens in one dimension, of which a sample has no rows side by side.
+fn steps_merged(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let logits = model.forward(inputs.int("tokens", [seq, batch]));
+    let labels = inputs.int("labels", [seq, batch]).reshape([batch * seq]);
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
+}
+
 fn inputs(model: &Model) -> Feeds {
     let number = |at: u64| ((at * 7 + at / 3) % CLASSES as u64) as i64;
     let of = |ty: &shardc_ir::TensorType| {
@@ -229,6 +257,30 @@ fn check<'a>(loss: Loss, plans: impl IntoIterator<Item = &'a (&'a str, &'a str)>
 #[test]
 fn labels_of_all_tokens() {
     check(flat_labels, WHOLE.iter().chain(&CUT));
+}
+
+#[test]
+fn blocks_that_are_passed_twice() {
+    let again = [
+        ("cpu:1", "microbatch=4,recompute=block"),
+        ("cpu:2", "pp=2,schedule=1f1b,microbatch=1,recompute=block"),
+        ("cpu:2", "pp=2,schedule=zbv,microbatch=1,recompute=selective"),
+    ];
+    check(looped, WHOLE.iter().chain(&CUT).chain(&again));
+    let kept = |pins: &str| compiled(looped, "cpu:1", pins).unwrap().plan().prediction.memory.activations.0;
+    assert!(kept("microbatch=4,recompute=block") < kept("microbatch=4,recompute=none"));
+}
+
+#[test]
+fn samples_behind_the_steps_of_time() {
+    check(steps_first, WHOLE.iter().chain(&CUT));
+    let whole = compiled(steps_first, "cpu:1", "microbatch=4").unwrap();
+    let half = compiled(steps_first, "cpu:2", "dp=2,microbatch=2").unwrap();
+    let kept = |of: &Compiled| of.plan().prediction.memory.activations.0;
+    assert!(2 * kept(&half) <= kept(&whole) + 1024, "{} of {} bytes on each of two ranks", kept(&half), kept(&whole));
+    check(steps_merged, &[("cpu:2", "tp=2,microbatch=4")]);
+    let error = compiled(steps_merged, "cpu:2", "dp=2").expect_err("no plan");
+    assert!(error.to_string().contains("keep the batch as a dimension of its own"), "{error}");
 }
 
 #[test]

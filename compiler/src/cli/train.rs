@@ -130,9 +130,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         saved?;
         outcome?;
         run.ended.map_or(Ok(()), Err)?;
-        // No rank leaves its groups while another may still be in the last step.
-        world.at("the end of the run");
-        world.barrier("end")?;
+        compiled.leave(&world)?;
         shown
     });
     match trained {

@@ -3,7 +3,7 @@
 use super::build::{Builder, Built};
 use super::error::TraceError;
 use burn::tensor::TensorData;
-use shardc_ir::ops::{Iota, Literal, Parameter};
+use shardc_ir::ops::{Iota, Literal, Op, Parameter};
 use shardc_ir::{DType, HostTensor, TensorType};
 use std::collections::BTreeMap;
 
@@ -83,7 +83,11 @@ pub(super) fn add(builder: &mut Builder, data: &TensorData, values: &mut BTreeMa
     if list.len() <= LITERAL_LIMIT {
         return builder.emit(Literal { values: list }, &[], &[ty]);
     }
-    let name = format!("constant.{}", values.keys().filter(|name| name.starts_with("constant.")).count());
+    let is_taken = |name: &String| {
+        builder.graph.leaves().any(|(_, node)| matches!(&node.op, Op::Parameter(other) if other.name == *name))
+    };
+    let mut names = (0..).map(|number| format!("constant.{number}"));
+    let name = names.find(|name| !is_taken(name)).unwrap_or_default();
     let tensor = host_tensor(data).ok_or_else(unknown)?;
     let leaf = builder.emit(Parameter { name: name.clone(), frozen: true }, &[], std::slice::from_ref(&tensor.ty))?;
     values.insert(name, tensor);

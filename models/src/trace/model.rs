@@ -174,8 +174,9 @@ fn forward_graph<'a>(
         path.is_some_and(|path| captured.norms.iter().any(|norm| norm == path))
     });
     converter.trained_norms = means.map(|slot| slot.tensor).collect();
-    let sizes: HashSet<u64> = captured.inputs.iter().filter_map(|(_, ty, _)| ty.shape.first().copied()).collect();
-    converter.batch = sizes.iter().next().copied().filter(|batch| sizes.len() == 1 && *batch > 0);
+    // Some may have a row for each token of a sample.
+    let sizes = || captured.inputs.iter().filter_map(|(_, ty, _)| ty.shape.first().copied());
+    converter.batch = sizes().min().filter(|batch| *batch > 0 && sizes().all(|size| size.is_multiple_of(*batch)));
     for (name, ty, id) in &captured.inputs {
         let value = converter.b.emit(Input { name: name.clone() }, &[], std::slice::from_ref(ty))?;
         converter.map.insert(*id, value);

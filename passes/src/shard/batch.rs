@@ -1,7 +1,7 @@
 //! Which factor of each node is the batch.
 //!
-//! Data parallelism and microbatches divide the batch: dimension 0 of the inputs. That dimension is
-//! followed through the factor rules: a node that reads it divided divides the same factor; a
+//! Data parallelism and microbatches divide the batch: dimension 0 of the inputs, or where none has it there, the only one
+//! of its size (steps of time may come first). That dimension is followed through the factor rules: a node that reads it divided divides the same factor; a
 //! reduction over it (a weight's gradient, the sum of losses) leaves a partial sum, which linear
 //! operations pass on. A second sweep, from the readers back, divides what all of its readers want
 //! divided: what is made from nothing (masks, the seed of the gradient), so that no rank makes the whole
@@ -34,14 +34,17 @@ pub fn batch_choices(
 ) -> SecondaryMap<NodeId, Choice> {
     let users = graph.users();
     let mut choices = SecondaryMap::with_default(Choice::Replicate);
-    let mut inputs: Vec<NodeId> = samples(graph, |size| size == batch);
+    let mut inputs: Vec<(NodeId, usize)> = samples(graph, |size| size == batch);
+    if inputs.is_empty() {
+        inputs = samples_behind(graph, batch);
+    }
     loop {
         follow(graph, folded, rules, &inputs, &mut choices);
         // Rows of samples (labels of all tokens in one dimension), where something that is divided reads them, or what
         // is made of them.
         let is_wanted = |id: &NodeId| is_wanted(graph, folded, rules, &choices, (&users, graph.result(*id)));
         let mut rows = samples(graph, |size| size > batch && batch > 1 && size.is_multiple_of(batch));
-        rows.retain(|id| !inputs.contains(id) && is_wanted(id));
+        rows.retain(|(id, _)| inputs.iter().all(|(known, _)| known != id) && is_wanted(id));
         if rows.is_empty() {
             break;
         }
@@ -78,11 +81,24 @@ fn is_wanted(
     false
 }
 
-/// The inputs whose first dimension is of such a size.
-fn samples(graph: &Graph, is_such: impl Fn(u64) -> bool) -> Vec<NodeId> {
+/// The inputs whose first dimension is of such a size, with that dimension.
+fn samples(graph: &Graph, is_such: impl Fn(u64) -> bool) -> Vec<(NodeId, usize)> {
+    inputs(graph).filter(|(_, shape)| shape.first().is_some_and(|size| is_such(*size))).map(|(id, _)| (id, 0)).collect()
+}
+
+/// The inputs that have one dimension of a size, with that.
+fn samples_behind(graph: &Graph, batch: u64) -> Vec<(NodeId, usize)> {
+    let of = |(id, shape): (NodeId, &[u64])| {
+        let mut dims = shape.iter().enumerate().filter(|(_, size)| **size == batch).map(|(dim, _)| dim);
+        dims.next().filter(|_| dims.next().is_none()).map(|dim| (id, dim))
+    };
+    inputs(graph).filter_map(of).collect()
+}
+
+/// The inputs, with their shapes.
+fn inputs(graph: &Graph) -> impl Iterator<Item = (NodeId, &[u64])> {
     let inputs = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Input(_)));
-    let of = |node: &Node| graph.ty(node.results[0]).shape.first().is_some_and(|size| is_such(*size));
-    inputs.filter(|(_, node)| of(node)).map(|(id, _)| id).collect()
+    inputs.map(|(id, node)| (id, &graph.ty(node.results[0]).shape[..]))
 }
 
 /// What every node does where these inputs are divided.
@@ -90,16 +106,17 @@ fn follow(
     graph: &Graph,
     folded: &Folded,
     rules: &[&FactorRule],
-    inputs: &[NodeId],
+    inputs: &[(NodeId, usize)],
     choices: &mut SecondaryMap<NodeId, Choice>,
 ) {
     let mut states: HashMap<ValueId, State> = HashMap::new();
     for (id, node) in graph.nodes() {
         let rule = &rules[folded.class[id]];
-        let choice = match &node.op {
-            Op::Input(_) if inputs.contains(&id) => Choice::Factor(0),
-            _ if is_source(node) => Choice::Replicate,
-            _ => forward_choice(rule, &node.operands.iter().map(|value| states[value]).collect::<Vec<_>>()),
+        let sample = inputs.iter().find(|(input, _)| *input == id);
+        let choice = match sample {
+            Some((_, dim)) => Choice::Factor(*dim),
+            None if is_source(node) => Choice::Replicate,
+            None => forward_choice(rule, &node.operands.iter().map(|value| states[value]).collect::<Vec<_>>()),
         };
         choices[id] = choice;
         for (index, value) in node.results.iter().enumerate() {
