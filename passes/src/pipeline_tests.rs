@@ -175,6 +175,14 @@ fn gradients_of_shared_weights_pass_once() {
             let elements: Vec<u64> = gradients.map(|ty| ty.elements()).collect();
             let is_last = plan.mesh.stage_of(program.rank) + 1 == plan.stages();
             assert_eq!(elements, vec![table / parts; usize::from(is_last)], "{pins}: rank {}", program.rank);
+            // Numbers are no smaller for being reduced: they are once, behind the loop.
+            let in_loop =
+                program.sections.values().filter(|section| !matches!(&*section.name, "prologue" | "epilogue"));
+            for sum in in_loop.flat_map(|section| &section.instructions) {
+                let is_sum = matches!(sum.action, Action::AllReduce { .. });
+                let is_number = sum.operands.iter().all(|id| program.buffers[*id].ty.elements() == 1);
+                assert!(!(is_sum && is_number), "{pins}: rank {}: {sum:?}", program.rank);
+            }
         }
         let exact = by_programs(&plan, "h100:8");
         let off = |own: f64, exact: f64| own / exact - 1.0;
@@ -182,7 +190,7 @@ fn gradients_of_shared_weights_pass_once() {
         let memory = off(plan.prediction.memory.total().0 as f64, exact.memory.total().0 as f64);
         // What is reduced or gathered in every microbatch is known less well.
         let is_once = plan.choice.contains("zero=0") || plan.choice.contains("zero=1");
-        let most = if is_once { [0.05, 0.1] } else { [0.25, 0.2] };
+        let most = if is_once { [0.05, 0.1] } else { [0.1, 0.2] };
         let is_close = time.abs() < most[0] && memory.abs() < most[1];
         assert!(is_close, "{pins}: {time:+.3} in time, {memory:+.3} in memory");
     }
@@ -358,7 +366,8 @@ fn biased(blocks: usize) -> Graph {
 }
 
 /// The gradient of a bias sums up what comes from the block behind: in the chunk of its bias, or no cut could part
-/// the two blocks. What is made of a weight is made where the weight is.
+/// the two blocks. What is made of a weight is made where the weight is, but for what is larger, as a padded one: of that
+/// the gradient is cut where the weight is.
 #[test]
 fn biases_and_shared_weights_join_no_blocks() {
     let (graph, cluster) = (biased(8), Cluster::parse("cpu:4", "h200").expect("a cluster"));
@@ -367,6 +376,11 @@ fn biases_and_shared_weights_join_no_blocks() {
         let gradient = graph.value(node.operands[1]).def;
         assert!(found[id].is_some() && found[id] == found[gradient], "{}: {:?}", node.path, graph.node(gradient));
     }
+    let of =
+        |op: &str| graph.nodes().find(|(_, node)| node.op.name() == op).map(|(id, node)| (id, node.operands.clone()));
+    let ((pad, padded), (slice, _)) = (of("pad").expect("a padded weight"), of("slice").expect("its gradient, cut"));
+    let weight = found[graph.value(padded[0]).def];
+    assert!(weight.is_some() && found[slice] == weight && found[pad] > weight, "{:?}, {:?}", found[pad], found[slice]);
     let request = Request { batch: 8, device_memory: Bytes(1 << 30), ..Request::default() };
     for pins in ["schedule=1f1b", "schedule=gpipe", "schedule=interleaved,virtual=2", "schedule=zbv"] {
         let pins = format!("pp=4,{pins},microbatch=1");

@@ -195,6 +195,12 @@ const IN_STAGES: &[Case] = &[
 
 /// These are within 4% of the seconds, and within 10% of the bytes.
 const FARTHER: &[Case] = &[
+    // Data ranks reduce gradients, or gather weights, beside every pass of a stage.
+    ("gpt3-1.3b", 96, 1024, "a100-40:4x4", "pp=4,dp=4,schedule=zbv,zero=2,microbatch=4"),
+    ("llama-1b", 64, 2048, "h100:8x2", "pp=4,dp=4,schedule=zbv,zero=3,microbatch=4"),
+    ("gpt2-355m", 64, 1024, "rtx4090:2x4", "pp=4,dp=2,schedule=zbv,zero=2,microbatch=8"),
+    // A padded table is read in another stage than it is stored in.
+    ("gpt2-774m", 64, 512, "a100-40:8x4", "pp=4,dp=8,schedule=interleaved,virtual=2,zero=1,microbatch=2"),
     // What is made once is laid to stages by their share of the parameters, which biases gathered over slow links are not.
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
     // Messages of a long pass wait for those of the short one behind it.

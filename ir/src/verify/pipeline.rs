@@ -8,8 +8,8 @@
 //!   after the loop over the microbatches (which are then combined over the stages);
 //! * in the loop a value goes on to the same or a later chunk in the forward pass, to the same or an earlier
 //!   one in the backward pass, and from the forward pass to any chunk of the backward pass;
-//! * what does not depend on the microbatch, and what is made after all of them, is read in its own chunk,
-//!   but that a loop reads the former anywhere, and that single numbers of the latter are combined;
+//! * what does not depend on the microbatch is read before the loop and in it by any chunk, and what is made after all of
+//!   them in its own, but that single numbers of it are combined;
 //! * what is added up over the microbatches, in its own chunk, is read after all of them in any;
 //! * a parameter and its state lie in a chunk that reads them, and are updated there; an output is a single
 //!   number, or an update.
@@ -135,8 +135,7 @@ impl Checker<'_> {
             (Phase::Invariant, Phase::After) => {
                 say(&format!("{BEFORE_LOOP} and read after it is read in its own chunk"))
             }
-            (Phase::Invariant, Phase::Invariant) => say(&format!("{BEFORE_LOOP} is read there in its own chunk")),
-            (Phase::Invariant, Phase::Loop) => Ok(()),
+            (Phase::Invariant, Phase::Invariant | Phase::Loop) => Ok(()),
             (Phase::Loop, _) => match (self.is_behind(def, maker), self.is_behind(id, node)) {
                 (false, false) if from > chunk => say("the forward pass goes on to later chunks"),
                 (true, true) if from < chunk => say("the backward pass goes back to earlier chunks"),

@@ -237,6 +237,9 @@ impl Lowering<'_> {
         let place = if hoist { Place::Prologue } else { at };
         let for_optimizer = reader.is_none_or(|node| self.plan.graph.node(node).role == Role::Optimizer);
         let is_forward = reader.is_some_and(|node| self.phase(node) == Phase::Forward);
+        // Sums that nothing in the loop reads, but for single numbers, which others are made of at once.
+        let is_number = self.plan.graph.ty(value).elements() == 1;
+        let is_late = for_optimizer || (!is_number && reader.is_some_and(|node| self.is_late(node)));
         let made_bytes = self.common.local_type(self.plan.graph.ty(value), self.common.made_as(value)).bytes();
         let block = self.block(reader);
         let hint = |step: &Step| match step {
@@ -244,7 +247,7 @@ impl Lowering<'_> {
                 Hint::Prefetch { block, is_kept: own.is_none() }
             }
             // Scales of weights are found together, before their readers.
-            _ if step.is_reduction() && (for_optimizer || self.common.weights[def]) => Hint::Bucket,
+            _ if step.is_reduction() && (is_late || self.common.weights[def]) => Hint::Bucket,
             _ => Hint::None,
         };
         let hints: Vec<Hint> = steps.iter().map(hint).collect();
@@ -284,8 +287,8 @@ impl Lowering<'_> {
         self.plan.sums_in(value, self.common.users(value))
     }
 
-    /// Accumulates a value that is partial over time: whole over the ranks first if the plan says so or
-    /// if that only makes it smaller, else as it is. Whether there is a new accumulator.
+    /// Accumulates a value that is partial over time: reduced over the ranks first if that makes it smaller and the plan
+    /// says so or it takes no communication, else as it is. Whether there is a new accumulator.
     fn accumulate_for(
         &mut self,
         value: ValueId,
@@ -319,8 +322,10 @@ impl Lowering<'_> {
         let Some((_, steps)) = self.copies.path(&ty, &copy.sharding, &in_loop, self.mesh) else {
             return Err(fail(self, &copy.sharding, self.why_not(value, to)));
         };
-        let shrinks = steps.iter().all(|step| matches!(step, Step::Slice { .. }));
-        let (source, sharding) = if self.plan.reduce_in_loop || shrinks {
+        let is_local = steps.iter().all(|step| matches!(step, Step::Slice { .. }));
+        let part = |sharding: &Sharding| sharding.local_shape(&ty.shape, self.mesh).iter().product::<u64>();
+        let shrinks = part(&in_loop) < part(&copy.sharding);
+        let (source, sharding) = if is_local || (self.plan.reduce_in_loop && shrinks) {
             (self.run_steps(value, copy.clone(), &steps, None, copy.place, reader), in_loop)
         } else {
             (copy.buffer, copy.sharding.clone())

@@ -153,7 +153,7 @@ fn edges(
         Some(pass) => {
             parts[stage as usize].iter().position(|part| *part == pass).map(|at| Place::Microbatch(at as u16))
         }
-        None => Some(places[id]).filter(|place| *place == Place::Epilogue),
+        None => Some(places[id]).filter(|place| !matches!(place, Place::Microbatch(_))),
     };
     // Per value and receiving stage, the first reader and where it is read first; what the loop reads is at hand behind
     // it.

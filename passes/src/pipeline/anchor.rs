@@ -3,8 +3,8 @@
 //! The nodes of the forward pass that depend on a parameter are cut in their order: a *cut* at one of them
 //! begins the next chunk with it. Every other node follows one of them, its *anchor*: a gradient or a
 //! recomputation that of the node it belongs to, a single number that of what it is made of, a parameter and
-//! what is made of it alone (casts, broadcasts of biases) that of their first reader, an update that of its
-//! parameter. What depends on inputs and constants alone has no anchor, nor has the arithmetic on single
+//! what is made of it alone (casts) that of their first reader, what is larger than that (a padded table, a bias for every
+//! token) that of its own, an update that of its parameter. What depends on inputs and constants alone has no anchor, nor has the arithmetic on single
 //! numbers after the loop: every stage that needs it makes it itself.
 
 use shardc_ir::ops::Op;
@@ -36,6 +36,9 @@ pub fn anchors(graph: &Graph) -> Anchors {
                 .iter()
                 .map(|value| graph.value(*value).def)
                 .filter(|def| *def > behind && matches!(graph.node(*def).role, Role::Backward(_)));
+            // A gradient is made smaller where its parameter lies, behind the loop.
+            let padded = graph.node(of).operands.first().filter(|_| weights[of] && is_pad(graph.node(of)));
+            let of = padded.map_or(of, |value| graph.value(*value).def);
             anchors[id] = anchors[of].into_iter().chain(gradients.filter_map(|def| anchors[def])).min();
         }
     }
@@ -67,7 +70,8 @@ pub fn anchors(graph: &Graph) -> Anchors {
 }
 
 /// Lets what depends on parameters alone follow its first reader in the loop, of those with an anchor; what is made of
-/// a parameter stays with it, so it is made where the parameter is stored, and sent to other readers.
+/// a parameter stays with it, so it is made where the parameter is stored, and sent to other readers: but for what is
+/// larger than what it is made of, which is made where it is read.
 fn weights_by_readers(
     graph: &Graph,
     users: &HashMap<ValueId, Vec<(NodeId, usize)>>,
@@ -80,9 +84,15 @@ fn weights_by_readers(
         let in_loop = readers.filter(|(reader, _)| graph.node(*reader).role != Role::Optimizer);
         anchors[id] = in_loop.filter_map(|(reader, _)| anchors[*reader]).min();
     }
-    for (id, node) in graph.nodes().filter(|(id, node)| weights[*id] && !node.operands.is_empty()) {
+    let grows = |node: &Node| matches!(node.op, Op::Pad(_) | Op::Broadcast(_));
+    let stays = |id: NodeId, node: &Node| weights[id] && !node.operands.is_empty() && !grows(node);
+    for (id, node) in graph.nodes().filter(|(id, node)| stays(*id, node)) {
         anchors[id] = node.operands.iter().filter_map(|value| anchors[graph.value(*value).def]).min();
     }
+}
+
+fn is_pad(node: &Node) -> bool {
+    matches!(node.op, Op::Pad(_))
 }
 
 /// Whether a node makes single numbers alone.

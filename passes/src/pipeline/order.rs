@@ -16,7 +16,7 @@
 
 use super::zero_bubble;
 use shardc_ir::pipeline::{Length, Pipeline, Schedule};
-use std::ops::Range;
+use std::ops::{Add, Range};
 
 /// Which part of a chunk's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -70,6 +70,14 @@ impl From<&Length> for Lengths {
 impl From<[f64; 3]> for Lengths {
     fn from([forward, backward, weight]: [f64; 3]) -> Self {
         Self { forward, backward, weight }
+    }
+}
+
+impl Add for Lengths {
+    type Output = Self;
+
+    fn add(self, Self { forward, backward, weight }: Self) -> Self {
+        [self.forward + forward, self.backward + backward, self.weight + weight].into()
     }
 }
 

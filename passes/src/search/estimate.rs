@@ -67,6 +67,8 @@ pub struct Shape<'a> {
     copies: Vec<Split>,
     /// Per class, the bytes of what is made of the parameter of one of its nodes and kept through the loop.
     copied: Vec<f64>,
+    /// Per class that makes something of a parameter, its share of what the loop reads of that.
+    divided: Vec<f64>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// What is stored, for each way to store it.
@@ -137,6 +139,7 @@ impl<'a> Shape<'a> {
             adding: Adding::new(prepared.rules.len()),
             copies: vec![Split::default(); prepared.rules.len()],
             copied: vec![0.0; prepared.rules.len()],
+            divided: vec![1.0; prepared.rules.len()],
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             block_gradient: 0,
@@ -294,9 +297,9 @@ impl<'a> Shape<'a> {
         converted: &BTreeMap<(usize, usize), f64>,
     ) {
         let op = prepared.op(class);
-        // A stage that has what is padded may send on what it makes of it.
-        if prepared.lives.copies().is_beside(class) && !self.is_staged {
+        if prepared.lives.copies().is_beside(class) {
             let each = self.liveness.sizes()[class].iter().sum::<u64>() as f64;
+            self.copied[class] = each;
             let bytes = each * prepared.folded.classes[class].members.len() as f64;
             self.storages.iter_mut().for_each(|storage| storage.copied.add(bytes, 1.0));
         }
@@ -314,6 +317,9 @@ impl<'a> Shape<'a> {
             larger += (converted - bytes(&results[result])).max(0.0);
         }
         self.copied[class] = (larger + if prepared.is_copy(class) { read } else { 0.0 }) / count;
+        if let (Some(made), Some(whole)) = (results.first(), self.liveness.sizes()[class].first()) {
+            self.divided[class] = *made as f64 / (*whole).max(1) as f64;
+        }
         let is_in_block = self.is_in_block(prepared, class);
         let machine = Machine::own(&placed.cluster.device);
         for storage in &mut self.storages {
@@ -466,6 +472,12 @@ impl<'a> Shape<'a> {
     /// The share of a parameter that nothing divides which a rank stores.
     pub fn share(&self, storage: usize, zero: u64) -> f64 {
         self.storages[storage].share(zero)
+    }
+
+    /// The share that a rank stores of what is made of a parameter by a class, and read whole.
+    pub fn share_of(&self, class: usize, storage: usize, zero: u64) -> f64 {
+        let parts = self.storages[storage].parts.get(class).copied().flatten().filter(|_| zero >= 1);
+        self.divided[class] * parts.map_or(1.0, |(ranks, _)| 1.0 / ranks as f64)
     }
 
     /// Seconds in which data ranks add up gradients of so many bytes.

@@ -17,6 +17,7 @@
 //! that is tried all of this is found again.
 
 mod cuts;
+pub(in crate::search) mod exposed;
 pub(in crate::search) mod held;
 mod levels;
 pub mod line;
@@ -46,6 +47,7 @@ use crate::pipeline::order::Lengths;
 use crate::shard::objective::Prices;
 use crate::shard::tensor::{Placed, Prepared};
 use crate::threads;
+use exposed::Within;
 use held::Held;
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use line::{Line, Sums};
@@ -347,6 +349,12 @@ impl Tries<'_> {
             } else {
                 sums.with_whole_gradients()
             };
+            let within = shape.within_passes(placed, (self.storage, self.zero), recompute);
+            if let Some(Within { shown, .. }) = within {
+                let shown = shown * microbatches;
+                whole.exposed_communication.0 -= shown;
+                whole.step.0 -= shown * spread(placed.cluster.ranks());
+            }
             if schedule.splits_backward() {
                 let longer;
                 (sums, longer) = sums.split();
@@ -357,10 +365,10 @@ impl Tries<'_> {
                 let exposed = whole.exposed_communication;
                 sums = sums.hiding(shape.hidden_again(placed, (self.storage, self.zero), recompute, exposed));
             }
-            Pace { sums, whole }
+            Pace { sums, whole, within }
         };
         let paces: Vec<Pace> = self.again.of_sets.iter().map(pace).collect();
-        let Pace { sums, whole } = &paces[0];
+        let Pace { sums, whole, .. } = &paces[0];
         // The largest of what gradients of weights wait for is made where most lives, and counted with
         // its copies.
         let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };

@@ -21,6 +21,7 @@ use super::storage::Storage;
 use super::turns::Reads;
 use crate::cluster::Cluster;
 use crate::schedule::{BUCKET_BYTES, YIELDS};
+use crate::search::stages::exposed::{Wire, Within};
 use crate::shard::layout::Turn;
 
 /// Bytes of one bucket of gradients.
@@ -255,6 +256,27 @@ impl Loop {
         // Kernels wait for what gradients are made of.
         let read = if traffic.reduces && traffic.zero > 0 { times.read } else { 0.0 };
         Shown { all: all.all + read, shown: all.shown + read, ..all }
+    }
+
+    /// What data ranks say to each other beside the passes of each microbatch, where they do.
+    pub fn within(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Option<Within> {
+        let gathers = traffic.gathers && traffic.drops;
+        let here = Here { gathers, turns: self.turns && traffic.drops, reduces: traffic.reduces_in_loop };
+        if !(gathers || (traffic.reduces && here.reduces)) {
+            return None;
+        }
+        let shown = |here: Here| self.microbatch(traffic, times, here, cluster).shown;
+        let (gathered, _) = self.read(traffic, times, Here { turns: false, ..here });
+        let wire = |is_backward: bool| {
+            let own = self.stretches.iter().zip(&gathered).filter(|(of, _)| of.is_backward == is_backward);
+            Wire::of(own.map(|(_, seconds)| *seconds))
+        };
+        Some(Within {
+            gathers: [wire(false), wire(true)],
+            reductions: Wire::of(times.reduction(traffic).iter().copied()),
+            loss: cluster.device.overlap_loss.value,
+            shown: shown(here) - shown(Here { gathers: false, reduces: false, ..here }),
+        })
     }
 
     /// What stages of a pipeline do once per step, beside no kernels.

@@ -1,12 +1,13 @@
 //! What a candidate takes, by the sums of its [`Shape`]: memory and time.
 
-use super::beside::{BUCKET, Shown, Traffic};
+use super::beside::{BUCKET, Shown, Times, Traffic};
 use super::liveness::Gradients;
 use super::recompute::Selected;
 use super::{Shape, Work};
 use crate::cost::Machine;
 use crate::cost::overlap::spread;
 use crate::search::choice::pins::Recompute;
+use crate::search::stages::exposed::Within;
 use crate::shard::tensor::Placed;
 use crate::threads::lock;
 use shardc_ir::plan::{Memory, Prediction};
@@ -66,11 +67,10 @@ impl Shape<'_> {
         self.adding.seconds(placed)
     }
 
-    /// The communication of a step.
-    fn shown(&self, placed: &Placed<'_>, storage: usize, zero: u64, again: &Selected<'_>) -> Shown {
-        let (of, cluster) = (&self.storages[storage], placed.cluster);
-        let is_shared = of.ranks() > 1;
-        let traffic = Traffic {
+    /// Which communication of data ranks there is.
+    fn traffic<'a>(&self, placed: &Placed<'_>, storage: usize, zero: u64, again: &'a Selected<'a>) -> Traffic<'a> {
+        let is_shared = self.storages[storage].ranks() > 1;
+        Traffic {
             zero,
             reduces: is_shared,
             gathers: zero >= 1 && is_shared,
@@ -79,9 +79,30 @@ impl Shape<'_> {
             is_staged: placed.mesh.degree(Family::Pipeline) > 1,
             microbatches: self.microbatches,
             again,
-        };
-        let times = self.times[storage].get_or_init(|| self.around.times(of, cluster));
-        self.around.shown(&traffic, times, cluster)
+        }
+    }
+
+    /// The seconds of that communication.
+    fn times(&self, placed: &Placed<'_>, storage: usize) -> &Times {
+        self.times[storage].get_or_init(|| self.around.times(&self.storages[storage], placed.cluster))
+    }
+
+    /// The communication of a step.
+    fn shown(&self, placed: &Placed<'_>, storage: usize, zero: u64, again: &Selected<'_>) -> Shown {
+        let traffic = self.traffic(placed, storage, zero, again);
+        self.around.shown(&traffic, self.times(placed, storage), placed.cluster)
+    }
+
+    /// What data ranks say to each other beside the passes of each microbatch, where they do.
+    pub fn within_passes(
+        &self,
+        placed: &Placed<'_>,
+        (storage, zero): (usize, u64),
+        recompute: Recompute,
+    ) -> Option<Within> {
+        let again = self.select(recompute);
+        let traffic = self.traffic(placed, storage, zero, &again);
+        self.around.within(&traffic, self.times(placed, storage), placed.cluster)
     }
 
     /// Seconds of a microbatch by which collectives of what is computed again show less than they take, beside the kernels

@@ -5,6 +5,7 @@
 //! to take. Where none does, values leave by one of some ladders, at each step of which more do: a
 //! stage takes the first step that fits of the ladder on which that takes it the least, whatever the others take.
 
+use super::exposed::Within;
 use super::problem::{Part, Problem};
 use super::{Pins, Recompute, Sums};
 use crate::search::away::{ladders, steps};
@@ -26,8 +27,10 @@ pub(super) struct Again {
 pub(super) struct Pace {
     /// Along the line.
     pub sums: Sums,
-    /// If one stage had all of it.
+    /// If one stage had all of it, without what is exposed of what data ranks say to each other in its passes.
     pub whole: Prediction,
+    /// That, if they say anything to each other there.
+    pub within: Option<Within>,
 }
 
 /// What a stage does.

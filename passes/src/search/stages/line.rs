@@ -61,10 +61,10 @@ pub(in crate::search) struct Once {
     pub made: f64,
     /// Of gradients from other stages, and to them.
     pub gradients: [f64; 2],
-    /// Of parameters from other stages, and to them.
+    /// Of what a rank stores of parameters, from other stages, and to them.
     pub parameters: [f64; 2],
-    /// Of padded ones that are read here.
-    pub padded: f64,
+    /// Of those from other stages, what is kept as it comes.
+    pub kept: f64,
 }
 
 /// The gradient of an activation that a gradient of a weight is made of.
@@ -183,7 +183,9 @@ fn blocks<'a>(main: &[NodeId], block: &dyn Fn(NodeId) -> Option<&'a str>) -> Vec
 fn joined(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>, count: usize) -> Vec<bool> {
     let graph = prepared.graph;
     let mut is_joined = vec![false; count];
-    for (id, node) in graph.nodes().filter(|(id, _)| !prepared.in_loop(prepared.folded.class[*id])) {
+    // What is made of parameters alone is there before the loop.
+    let is_behind = |class: usize| !prepared.in_loop(class) && !prepared.is_parameter[class];
+    for (id, node) in graph.nodes().filter(|(id, _)| is_behind(prepared.folded.class[*id])) {
         for value in node.operands.iter().filter(|value| graph.ty(**value).elements() > 1) {
             if let (Some(a), Some(b)) = (place(id), place(graph.value(*value).def)) {
                 is_joined[a.min(b)..a.max(b)].iter_mut().skip(1).for_each(|is_joined| *is_joined = true);
@@ -287,8 +289,9 @@ pub(in crate::search) struct Sums {
     copied: Vec<f64>,
     /// Bytes that pass over a cut before each node.
     passing: Vec<f64>,
-    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, and what it is.
-    shared: Vec<([usize; 2], f64, Kind)>,
+    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, what it is and the class
+    /// that makes it.
+    shared: Vec<([usize; 2], f64, Kind, usize)>,
 }
 
 /// Sums from the beginning to each place.
@@ -412,7 +415,10 @@ impl Sums {
         let Running { passes, apart, again, adding } = Running::new(prepared, shape, &selected, line);
         let Made { held, sent, passing } = Made::new(prepared, shape, &selected, line);
         let shared = line.shared.iter();
-        let shared = shared.map(|of| (of.places, bytes(prepared, shape, of.maker, of.result), of.kind(prepared)));
+        let shared = shared.map(|of| {
+            let class = prepared.folded.class[of.maker];
+            (of.places, bytes(prepared, shape, of.maker, of.result), of.kind, class)
+        });
         Self {
             places: places(line, &passing, selected.is_empty()),
             passes: prefixes(passes),
@@ -512,22 +518,26 @@ impl Sums {
         !self.shared.is_empty()
     }
 
-    /// What passes once in a step between these chunks of a stage and others.
-    pub fn once(&self, chunks: &[(usize, usize, usize)]) -> Once {
+    /// What passes once in a step between these chunks of a stage and others; `share` is how much a rank stores of what a
+    /// class makes of a parameter, which is what passes of it.
+    pub fn once(&self, chunks: &[(usize, usize, usize)], share: impl Fn(usize) -> f64) -> Once {
         let chunk_of = |place: usize| {
             chunks.iter().position(|(_, from, to)| (self.places[*from]..self.places[*to]).contains(&place))
         };
         let mut once = Once::default();
-        for (places, bytes, kind) in &self.shared {
-            let ends = places.map(chunk_of);
-            let passing = if *kind == Kind::Gradient { &mut once.gradients } else { &mut once.parameters };
-            match (ends, kind) {
-                ([None, Some(_)], _) => passing[0] += bytes,
-                ([Some(_), None], _) => passing[1] += bytes,
-                ([Some(_), Some(_)], Kind::Padded) => once.padded += bytes,
+        for (places, bytes, kind, class) in &self.shared {
+            let (ends, is_gradient) = (places.map(chunk_of), *kind == Kind::Gradient);
+            let passing = if is_gradient { &mut once.gradients } else { &mut once.parameters };
+            let passes = if is_gradient { *bytes } else { share(*class) * bytes };
+            match ends {
+                [None, Some(_)] => passing[0] += passes,
+                [Some(_), None] => passing[1] += passes,
                 _ => {}
             }
-            if *kind == Kind::Gradient && ends[0].is_some() && ends[0] != ends[1] {
+            if *kind == Kind::Parameter && ends[0].is_none() && ends[1].is_some() {
+                once.kept += bytes;
+            }
+            if is_gradient && ends[0].is_some() && ends[0] != ends[1] {
                 once.made += bytes;
             }
         }

@@ -16,17 +16,7 @@ pub(super) struct Shared {
     pub result: usize,
     /// Where along the line it is made, and where it is read.
     pub places: [usize; 2],
-    is_gradient: bool,
-}
-
-impl Shared {
-    pub fn kind(&self, prepared: &Prepared<'_>) -> Kind {
-        match prepared.lives.copies().is_beside(prepared.folded.class[self.maker]) {
-            _ if self.is_gradient => Kind::Gradient,
-            true => Kind::Padded,
-            false => Kind::Parameter,
-        }
-    }
+    pub kind: Kind,
 }
 
 /// What passes once in a step.
@@ -34,7 +24,7 @@ impl Shared {
 pub(super) enum Kind {
     Gradient,
     Parameter,
-    /// A parameter that is padded, and kept beside it.
+    /// A parameter that is padded where it is read, and kept in that form alone.
     Padded,
 }
 
@@ -67,13 +57,19 @@ pub(super) fn shared(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<u
     let is_last = last_sums(graph, |id| matches!(prepared.batch[class(id)], Choice::Pass(_)));
     let mut known = BTreeSet::new();
     let mut all = Vec::new();
-    for (id, node) in graph.nodes().filter(|(id, _)| prepared.in_loop(class(*id))) {
+    let kind = |id: NodeId| match &graph.node(id).op {
+        _ if is_last[id] => Some(Kind::Gradient),
+        Op::Pad(_) if !prepared.in_loop(class(id)) => Some(Kind::Padded),
+        _ => prepared.in_loop(class(id)).then_some(Kind::Parameter),
+    };
+    for (id, node) in graph.nodes() {
+        let Some(kind) = kind(id) else { continue };
         for value in &node.operands {
             let (maker, result) = (graph.value(*value).def, graph.value(*value).index);
             let (Some(made), Some(read)) = (place(maker), place(id)) else { continue };
             let is_once = is_last[id] || !prepared.in_loop(class(maker));
             if made != read && is_once && known.insert((*value, read)) {
-                all.push(Shared { maker, result, places: [made, read], is_gradient: is_last[id] });
+                all.push(Shared { maker, result, places: [made, read], kind });
             }
         }
     }

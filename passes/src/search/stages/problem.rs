@@ -1,6 +1,7 @@
 //! One schedule on one mesh, with one choice of ZeRO: cuts, and what they take.
 
 use super::cuts::Alone;
+use super::exposed::Shares;
 use super::held::{Ends, Held};
 use super::levels::{Again, Choice, Level, Levels, Pace};
 use super::line::Once;
@@ -27,6 +28,10 @@ const FEW_CUTS: usize = 7;
 const NEAR: f64 = 1.05;
 const MOVES: [isize; 6] = [-4, -2, -1, 1, 2, 4];
 const LESS: f64 = 0.999;
+
+/// Of what ranks say to each other outside of the microbatches, how much comes before them: weights in 16 bits, beside
+/// gradients in 32.
+const GATHERED: f64 = 1.0 / 3.0;
 
 /// Where more cuts may be moved ([`Space::moves_cuts`](crate::search::space::Space)), how many are weighed at the most.
 const MOST_WEIGHED: usize = 500;
@@ -60,7 +65,7 @@ pub(super) struct Known {
 pub(super) struct Portions {
     /// Of a gradient, while it is added up over the microbatches.
     pub summed: f64,
-    /// Of a parameter or its gradient, as it is stored.
+    /// Of a gradient, as its parameter is stored.
     pub stored: f64,
     /// Of a parameter, while the loop goes on.
     pub gathered: f64,
@@ -113,9 +118,19 @@ impl Problem<'_> {
         }
     }
 
-    /// What a part of a stage takes of a microbatch.
-    pub fn passes(&self, level: usize, stage: usize, (_, from, to): Part) -> Lengths {
+    /// What the kernels of a part of a stage take of a microbatch, and collectives that they wait for.
+    pub fn kernels(&self, level: usize, stage: usize, (_, from, to): Part) -> Lengths {
         self.between(level, self.tries.mesh.set[stage], |sums| &sums.passes, [from, to]).into()
+    }
+
+    /// What a part of a stage takes of a microbatch.
+    pub fn passes(&self, level: usize, stage: usize, part: Part) -> Lengths {
+        let (kernels, (chunk, from, to)) = (self.kernels(level, stage, part), part);
+        let Pace { sums, within: Some(within), .. } = self.pace(level, stage) else { return kernels };
+        // Of the first chunk the backward pass is one with its gradients of weights.
+        let splits_backward = self.tries.pipeline.schedule.splits_backward() && chunk > 0;
+        let [all, first, last] = [[from, to], [from, from + 1], [to - 1, to]].map(|[from, to]| sums.stored(from, to));
+        kernels + within.longer(kernels, &Shares { all, first, last }, splits_backward)
     }
 
     /// Bytes that a microbatch leaves in a part, as [`Sums::held`] has them.
@@ -163,16 +178,19 @@ impl Problem<'_> {
     }
 
     /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step, beside `others` in
-    /// which it does what else is done behind the microbatches before it updates. Parameters come before the first of them.
-    /// Gradients are added up by the ranks of the stage that made them, which sends them while it goes on with others.
+    /// which it does what else is done outside of the microbatches before it updates. Parameters pass before the first of
+    /// them, while others are gathered. Gradients are added up by the ranks of the stage that made them, which sends them while it goes on with others.
     pub fn exchanged(&self, chunks: &[Part], others: f64) -> f64 {
-        let Once { gradients: [received, sent], parameters, .. } = self.line().once(chunks);
         let Tries { mesh, portions, storage, zero, .. } = self.tries;
+        let share = |class: usize| mesh.seen[0][0].shape.share_of(class, *storage, *zero);
+        let Once { gradients: [received, sent], parameters, .. } = self.line().once(chunks, share);
         let send = |bytes: f64| self.send(portions.stored * bytes);
+        let passed = self.send(parameters.iter().sum());
         let reduce = |bytes: f64| mesh.seen[0][0].shape.reduced(*storage, *zero, bytes, mesh.placed.cluster);
-        let late = |seconds: f64| (seconds - others).max(0.0);
+        let beyond = |seconds: f64, others: f64| (seconds - others).max(0.0);
+        let late = |seconds: f64| beyond(seconds, (1.0 - GATHERED) * others);
         let received = late(reduce(received) + send(received));
-        send(parameters.iter().sum()) + received.max(reduce(sent) + late(send(sent)))
+        beyond(passed, GATHERED * others) + received.max(reduce(sent) + late(send(sent)))
     }
 
     /// The memory of a stage with these chunks.
@@ -196,10 +214,10 @@ impl Problem<'_> {
         let [held, arriving] = self.held_by(level, chunks);
         let bytes = |bytes: f64| Bytes(bytes.max(0.0) as u64);
         let part = |all: Bytes| bytes(all.0 as f64 * share);
-        let (Portions { summed, gathered, .. }, once) = (self.tries.portions, sums.once(chunks));
+        let (Portions { summed, gathered, .. }, once) = (self.tries.portions, sums.once(chunks, |_| 1.0));
         // What is made of parameters lies where it is made, as a large table that is gathered: no share of it on each stage.
         let own: f64 = chunks.iter().map(|(_, from, to)| sums.copied(*from, *to)).sum();
-        let copied = own - share * sums.copied(0, sums.places.len() - 1) + once.parameters[0] + once.padded;
+        let copied = own - share * sums.copied(0, sums.places.len() - 1) + once.kept;
         let has_head = chunks.iter().any(|(_, _, to)| to + 1 == sums.places.len());
         let without = if has_head { 0 } else { self.tries.mesh.seen[0][0].shape.head_copy() };
         Memory {

@@ -75,14 +75,17 @@ impl Problem<'_> {
             false => least,
         };
         debug_assert!(total >= least * (1.0 - 1e-9), "stages take {total} s, and at the least {least}");
-        let Pace { sums, whole } = self.pace(most, longest);
-        let part = slowest / sums.whole().max(f64::MIN_POSITIVE);
+        let Pace { sums, whole, .. } = self.pace(most, longest);
+        let kernels =
+            stages[longest].iter().map(|part| self.kernels(levels[longest], longest, *part).all()).sum::<f64>();
+        let part = kernels / sums.whole().max(f64::MIN_POSITIVE);
+        let within = Seconds((slowest - kernels) * placed.microbatches as f64);
         let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
         let mut prediction = Prediction {
             step: Seconds(total),
             matmul: scaled(whole.matmul),
             memory_bound: scaled(whole.memory_bound),
-            exposed_communication: scaled(whole.exposed_communication),
+            exposed_communication: scaled(whole.exposed_communication) + within,
             communication: scaled(whole.communication),
             optimizer: Seconds(self.updates((stages, levels)).fold(0.0, f64::max)),
             mfu: self.tries.mesh.work.at_peak.0 / (total * placed.cluster.ranks() as f64),
@@ -97,7 +100,7 @@ impl Problem<'_> {
 
     /// Seconds that the whole model would take outside of the loop, on the devices of a stage.
     pub fn outside(&self, level: usize, stage: usize) -> f64 {
-        let (Pace { sums, whole }, placed) = (self.pace(level, stage), &self.tries.mesh.placed);
+        let (Pace { sums, whole, .. }, placed) = (self.pace(level, stage), &self.tries.mesh.placed);
         let in_loop = placed.microbatches as f64 * sums.whole();
         (whole.step.0 / spread(placed.cluster.ranks()) - in_loop).max(0.0)
     }

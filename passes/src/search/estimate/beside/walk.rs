@@ -31,7 +31,7 @@ impl Loop {
 
     /// Per stretch, what bringing its weights takes: seconds of the wire, and of the kernels that bring into order what
     /// comes over it. Empty where no weights are brought.
-    fn read(&self, traffic: &Traffic<'_>, times: &Times, here: Here) -> (Vec<f64>, Vec<f64>) {
+    pub(super) fn read(&self, traffic: &Traffic<'_>, times: &Times, here: Here) -> (Vec<f64>, Vec<f64>) {
         let which = |stretch: &Stretch| match stretch.block {
             _ if !traffic.drops => 0,
             Some(block) if stretch.again.iter().any(|class| traffic.again.is_again(block, *class)) => 2,
