@@ -3,9 +3,10 @@
 //! The nodes of the forward pass that depend on a parameter are cut in their order: a *cut* at one of them
 //! begins the next chunk with it. Every other node follows one of them, its *anchor*: a gradient or a
 //! recomputation that of the node it belongs to, a single number that of what it is made of, a parameter and
-//! what is made of it alone (casts) that of their first reader, what is larger than that (a padded table, a bias for every
-//! token) that of its own, an update that of its parameter. What depends on inputs and constants alone has no anchor, nor has the arithmetic on single
-//! numbers after the loop: every stage that needs it makes it itself.
+//! what is made of it alone (casts) that of their first reader, what is larger than that (a padded table, a bias
+//! for every token) that of its own, an update that of its parameter. What depends on inputs and constants alone
+//! has no anchor, nor has the arithmetic on single numbers after the loop: every stage that needs it makes it
+//! itself.
 
 use shardc_ir::ops::Op;
 use shardc_ir::pipeline::last_forward;

@@ -349,6 +349,7 @@ impl Tries<'_> {
             } else {
                 sums.with_whole_gradients()
             };
+            let exposed = whole.exposed_communication;
             let within = shape.within_passes(placed, (self.storage, self.zero), recompute);
             if let Some(Within { shown, .. }) = within {
                 let shown = shown * microbatches;
@@ -362,7 +363,6 @@ impl Tries<'_> {
                 whole.exposed_communication += shown;
                 whole.step += shown * spread(placed.cluster.ranks());
             } else {
-                let exposed = whole.exposed_communication;
                 sums = sums.hiding(shape.hidden_again(placed, (self.storage, self.zero), recompute, exposed));
             }
             Pace { sums, whole, within }
