@@ -42,8 +42,8 @@ pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
     let fits = |sorted: &Sorted| match row_sums(region, sorted) {
         Some(tensors) => tensors.len() <= MOST_SUMS && sorted.types[tensors[0]].elements() < 1 << 31,
         None if region.steps.iter().all(|step| matches!(step.op, Op::Reduce(_))) => false,
-        // What is spread is read from its beginning: by one launch, which takes whole chunks.
-        None => sorted.spreads().next().is_none() || sorted.most_bytes() < LIMIT / 2,
+        // What is spread is read from its beginning: by one launch, of whole chunks, of which the last may not be full.
+        None => sorted.spreads().next().is_none() || sorted.most_bytes() < LIMIT / 8 * 7,
     };
     fits(&sorted) && sorted.sums_fast(&buffers)
 }
