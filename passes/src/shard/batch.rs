@@ -1,13 +1,13 @@
 //! Which factor of each node is the batch.
 //!
-//! Data parallelism and microbatches divide the batch: dimension 0 of the inputs, or where none has it there, the only one
-//! of its size (steps of time may come first). That dimension is followed through the factor rules: a node that reads it divided divides the same factor; a
-//! reduction over it (a weight's gradient, the sum of losses) leaves a partial sum, which linear
-//! operations pass on. A second sweep, from the readers back, divides what all of its readers want
-//! divided: what is made from nothing (masks, the seed of the gradient), so that no rank makes the whole
-//! batch of it, and what was passed on as a partial sum (statistics of the batch that are copied to
-//! each sample, the gradient of samples that every other is compared with), so that the sum is made
-//! before the copies and no rank goes on with the whole batch.
+//! Data parallelism and microbatches divide the batch: dimension 0 of the inputs, or where none has it there, the
+//! only one of its size (steps of time may come first). That dimension is followed through the factor rules: a
+//! node that reads it divided divides the same factor; a reduction over it (a weight's gradient, the sum of losses)
+//! leaves a partial sum, which linear operations pass on. A second sweep, from the readers back, divides what all of
+//! its readers want divided: what is made from nothing (masks, the seed of the gradient), so that no rank makes the
+//! whole batch of it, and what was passed on as a partial sum (statistics of the batch that are copied to each
+//! sample, the gradient of samples that every other is compared with), so that the sum is made before the copies
+//! and no rank goes on with the whole batch.
 
 use crate::fold::Folded;
 use shardc_ir::ops::Op;

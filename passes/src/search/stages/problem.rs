@@ -179,7 +179,8 @@ impl Problem<'_> {
 
     /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step, beside `others` in
     /// which it does what else is done outside of the microbatches before it updates. Parameters pass before the first of
-    /// them, while others are gathered. Gradients are added up by the ranks of the stage that made them, which sends them while it goes on with others.
+    /// them, while others are gathered. Gradients are added up by the ranks of the stage that made them, which sends them
+    /// while it goes on with others.
     pub fn exchanged(&self, chunks: &[Part], others: f64) -> f64 {
         let Tries { mesh, portions, storage, zero, .. } = self.tries;
         let share = |class: usize| mesh.seen[0][0].shape.share_of(class, *storage, *zero);
