@@ -156,6 +156,15 @@ pub(crate) fn agree_on_batch(world: &World, batch: &Feeds) -> Result<(), Error> 
     Ok(world.agree(&[("first batch's hash", digits)])?)
 }
 
+/// Waits for the other ranks behind the last step: none leaves its groups while another may still be in it.
+///
+/// # Errors
+/// What ended the run on another rank.
+pub fn leave(world: &World) -> Result<(), Error> {
+    world.at("the end of the run");
+    Ok(world.barrier("end")?)
+}
+
 /// Runs what a rank does; should it fail, all ranks are told why.
 pub fn reporting<T>(world: &World, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let outcome = work();

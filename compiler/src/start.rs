@@ -95,18 +95,9 @@ impl Compiled {
         launch::reporting(&world, || {
             let ended = trainer.steps(options.learning_rate.steps, false, batch, &mut observer)?;
             ended.unread.map_or(Ok(()), Err)?;
-            self.leave(&world)
+            launch::leave(&world)
         })?;
         Ok(trainer)
-    }
-
-    /// Waits for the other ranks behind the last step: none leaves its groups while another may still be in it.
-    ///
-    /// # Errors
-    /// What ended the run on another rank.
-    pub fn leave(&self, world: &World) -> Result<(), Error> {
-        world.at("the end of the run");
-        Ok(world.barrier("end")?)
     }
 
     /// Refuses a plan that the cluster's runtime cannot execute.

@@ -118,9 +118,13 @@ pub fn fixed(graph: &Graph) -> SecondaryMap<NodeId, bool> {
 
 /// Of the nodes of chosen blocks, the number of the time in a block that each belongs to: from a node of the forward pass
 /// that comes behind one of another block, up to the next such; and those of the backward pass that of their own.
-fn times(graph: &Graph, blocks: &dyn Fn(&str) -> bool) -> SecondaryMap<NodeId, Option<u32>> {
+fn times(
+    graph: &Graph,
+    fixed: &SecondaryMap<NodeId, bool>,
+    blocks: &dyn Fn(&str) -> bool,
+) -> SecondaryMap<NodeId, Option<u32>> {
     let mut times: SecondaryMap<NodeId, Option<u32>> = SecondaryMap::new();
-    let (fixed, mut count, mut last) = (fixed(graph), 0, None);
+    let (mut count, mut last) = (0, None);
     for (id, node) in graph.nodes() {
         let Some(own) = block(node) else { continue };
         times[id] = match node.role {
@@ -149,7 +153,8 @@ struct Chosen {
 
 impl Chosen {
     fn new(graph: &Graph, blocks: &dyn Fn(&str) -> bool, keep: &dyn Fn(NodeId) -> bool) -> Self {
-        let (home, fixed) = (times(graph, blocks), fixed(graph));
+        let fixed = fixed(graph);
+        let home = times(graph, &fixed, blocks);
         let again = |id: NodeId, number: u32| {
             let node = graph.node(id);
             home[id] == Some(number) && node.role == Role::Forward && !node.op.is_leaf() && !fixed[id] && !keep(id)

@@ -130,7 +130,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         saved?;
         outcome?;
         run.ended.map_or(Ok(()), Err)?;
-        compiled.leave(&world)?;
+        launch::leave(&world)?;
         shown
     });
     match trained {

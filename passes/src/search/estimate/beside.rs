@@ -232,24 +232,18 @@ impl Loop {
     /// first microbatch or behind the last instead.
     pub fn shown(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Shown {
         let count = traffic.microbatches.max(1);
-        let peels = !traffic.is_staged;
-        let here = |first: bool, last: bool| Here {
-            gathers: traffic.gathers && (traffic.drops || (peels && first)),
-            turns: self.turns && (traffic.drops || (peels && first)),
-            reduces: traffic.reduces && (traffic.reduces_in_loop || (peels && last)),
-        };
         // How many microbatches do the same.
         let mut kinds: Vec<(Here, u64)> = Vec::with_capacity(3);
         for (first, last, many) in
             [(true, count < 2, 1), (false, true, count.min(2) - 1), (false, false, count.max(2) - 2)]
         {
-            let here = here(first, last);
+            let here = self.here(traffic, [first, last]);
             match kinds.iter_mut().find(|(known, _)| *known == here) {
                 Some((_, known)) => *known += many,
                 None => kinds.push((here, many)),
             }
         }
-        let mut all = if peels { Shown::default() } else { self.apart(traffic, times) };
+        let mut all = if traffic.is_staged { self.apart(traffic, times) } else { Shown::default() };
         for (here, many) in kinds.into_iter().filter(|(_, many)| *many > 0) {
             all.add(&self.microbatch(traffic, times, here, cluster), many as f64);
         }
@@ -258,11 +252,20 @@ impl Loop {
         Shown { all: all.all + read, shown: all.shown + read, ..all }
     }
 
+    /// What a microbatch does, which may be the first or the last.
+    fn here(&self, traffic: &Traffic<'_>, [first, last]: [bool; 2]) -> Here {
+        let peels = !traffic.is_staged;
+        Here {
+            gathers: traffic.gathers && (traffic.drops || (peels && first)),
+            turns: self.turns && (traffic.drops || (peels && first)),
+            reduces: traffic.reduces && (traffic.reduces_in_loop || (peels && last)),
+        }
+    }
+
     /// What data ranks say to each other beside the passes of each microbatch, where they do.
     pub fn within(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Option<Within> {
-        let gathers = traffic.gathers && traffic.drops;
-        let here = Here { gathers, turns: self.turns && traffic.drops, reduces: traffic.reduces_in_loop };
-        if !(gathers || (traffic.reduces && here.reduces)) {
+        let here = self.here(traffic, [false; 2]);
+        if !(here.gathers || here.reduces) {
             return None;
         }
         let shown = |here: Here| self.microbatch(traffic, times, here, cluster).shown;

@@ -152,7 +152,8 @@ pub(in crate::search) fn coupled(graph: &Graph, id: NodeId) -> String {
     format!(
         "samples of the batch depend on each other, so what a rank has of it is one microbatch: {made} (of {}{place}) \
          is needed for all of them at once (statistics over a batch, terms of the loss with counts of their own, \
-         places at experts, numbers drawn, counted or given along it); a count of what the labels say can be an input instead",
+         places at experts, numbers drawn, counted or given along it); a count of what the labels say can be an \
+         input instead",
         node.op.name()
     )
 }

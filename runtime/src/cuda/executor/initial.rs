@@ -3,7 +3,7 @@
 //! the bus, however large the model.
 
 use super::commands::{Layout, commands};
-use super::{Command, Rank, Ready};
+use super::{Command, Rank};
 use crate::cuda::device::Failure;
 use crate::cuda::select::{Selection, kernels, select};
 use shardc_ir::ops::Cast;
@@ -53,13 +53,11 @@ impl Rank {
         self.device.load_missing(steps().flat_map(|(_, selection)| kernels(&selection.steps)))?;
         let program = self.program.clone();
         let layout = Layout { program: &program, arenas: &self.arenas };
-        let mut ready: Vec<Command> = Vec::new();
+        let mut all: Vec<Command> = Vec::new();
         for (instruction, selection) in steps() {
-            ready.extend(commands(&mut self.device, &mut self.libraries, &layout, instruction, Some(selection))?);
+            all.extend(commands(&mut self.device, &mut self.libraries, &layout, instruction, Some(selection))?);
         }
-        let text = "the initial values".into();
-        let ready = Ready { commands: ready, stream: Stream::Compute, waits: Vec::new(), mark: None, text };
-        self.enqueue(&ready.commands, ready.stream, 0)?;
+        self.enqueue(&all, Stream::Compute, 0)?;
         self.finish(Stream::Compute, &AtomicBool::new(false))
     }
 }
