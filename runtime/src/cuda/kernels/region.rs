@@ -48,6 +48,15 @@ pub struct Spread {
     pub high: u32,
 }
 
+impl Spread {
+    /// Whether each index of the outermost of so many elements has its own part of the value, else all of it again.
+    pub fn goes_on(self, elements: u64) -> bool {
+        let [inner, low, between, high] = [self.inner, self.low, self.between, self.high].map(u64::from);
+        let part = if high > 1 { between * high } else { 1 };
+        low * high > 1 && inner * low * part == elements
+    }
+}
+
 /// A buffer of a region's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {

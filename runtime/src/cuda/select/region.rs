@@ -5,7 +5,7 @@
 //! those behind are columns. Blocks leave sums over chunks of a sample's rows, of which one more launch adds up those of
 //! the chunks, and of columns beside each other where these are summed too.
 
-use super::cut::{Cut, LIMIT, MOST_BLOCKS};
+use super::cut::{Cut, MOST_BLOCKS};
 use super::{Arg, OP, RES, Select, THREADS, lanes};
 use crate::cuda::kernel::Kernel;
 use crate::cuda::kernels::pack::{PARTIAL_UNITS, partial_tile, sample, sum_partials};
@@ -42,8 +42,7 @@ pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
     let fits = |sorted: &Sorted| match row_sums(region, sorted) {
         Some(tensors) => tensors.len() <= MOST_SUMS && sorted.types[tensors[0]].elements() < 1 << 31,
         None if region.steps.iter().all(|step| matches!(step.op, Op::Reduce(_))) => false,
-        // What is spread is read from its beginning: by one launch, of whole chunks, of which the last may not be full.
-        None => sorted.spreads().next().is_none() || sorted.most_bytes() < LIMIT / 8 * 7,
+        None => sorted.spreads().next().is_none() || sorted.layout(&buffers).unit() < 1 << 32,
     };
     fits(&sorted) && sorted.sums_fast(&buffers)
 }
@@ -262,15 +261,20 @@ impl Sorted {
         let (moving, all) = (reads.len(), [reads, writes].concat());
         let [samples, rows, columns] = self.sizes();
         let is_flat = ![Class::Row, Class::Column, Class::ColumnSum].into_iter().any(|class| self.has(class));
-        match is_flat {
+        let mut layout = match is_flat {
             true => Layout::flat(samples * rows * columns, self.lanes(lanes(&all, &[samples * rows * columns]))),
             false => Layout::new(self, moving, self.lanes(lanes(&all, &[columns]))),
+        };
+        if self.spreads().next().is_some() {
+            layout.keep_whole(self.outermost());
         }
+        layout
     }
 
-    /// Bytes of the largest value.
-    fn most_bytes(&self) -> u64 {
-        self.types.iter().map(|ty| ty.bytes().0).max().unwrap_or(0)
+    /// Elements of each index of the outermost dimension that has several.
+    fn outermost(&self) -> u64 {
+        let sizes = self.shape.iter().skip_while(|size| **size == 1);
+        sizes.skip(1).product()
     }
 
     /// The most elements of a vector, if there are so many at the most, of which each that is spread lies one behind the
@@ -379,6 +383,29 @@ impl Layout {
     fn chunks(&self) -> u64 {
         self.rows.div_ceil(self.chunk)
     }
+
+    /// Elements of one of what the launches count.
+    fn counted(&self) -> u64 {
+        match self.cut.axis {
+            0 => self.width as u64,
+            1 => self.columns,
+            _ => self.rows * self.columns,
+        }
+    }
+
+    /// Elements of a unit: one launch does no less.
+    fn unit(&self) -> u64 {
+        self.cut.per_unit * self.counted()
+    }
+
+    /// Lets no launch begin within so many elements: what is spread begins again there, or goes on.
+    fn keep_whole(&mut self, elements: u64) {
+        let (mut rest, mut common) = (elements.max(1), self.unit());
+        while rest > 0 {
+            (rest, common) = (common % rest, rest);
+        }
+        self.cut.per_unit = (self.cut.per_unit * (elements.max(1) / common)).min(self.cut.count);
+    }
 }
 
 impl Select<'_> {
@@ -423,17 +450,21 @@ impl Select<'_> {
         // By over how many columns they are.
         let mut sums: BTreeMap<u64, Vec<(Arg, Arg)>> = BTreeMap::new();
         let mut buffers = Vec::new();
-        // A unit of a launch is a chunk, or all of a sample.
-        let (rows, left) = if layout.cut.axis == 2 { (layout.rows, chunks) } else { (layout.chunk, 1) };
+        // A unit of a launch is some chunks, or all of some samples.
+        let units = layout.cut.per_unit;
+        let (rows, left) =
+            if layout.cut.axis == 2 { (units * layout.rows, units * chunks) } else { (units, units / layout.chunk) };
+        let elements = layout.samples * layout.rows * layout.columns;
         let bytes = |port: &Port| {
-            let size = sorted.types[port.value].dtype.size();
-            match port.class {
-                Class::Full if layout.cut.axis == 0 => layout.width as u64 * size,
-                Class::Full => rows * layout.columns * size,
-                Class::Row => rows * size,
-                Class::ColumnSum => left * columns * size,
+            let ty = &sorted.types[port.value];
+            let count = match port.class {
+                Class::Full => layout.unit(),
+                Class::Row => rows,
+                Class::ColumnSum => left * columns,
+                Class::Spread(spread) if spread.goes_on(elements) => ty.elements() * layout.unit() / elements,
                 Class::Column | Class::Spread(_) | Class::Scalar => 0,
-            }
+            };
+            count * ty.dtype.size()
         };
         buffers.extend(region.operands.iter().enumerate().map(|(index, port)| (OP(index), bytes(port))));
         for (index, port) in region.results.iter().enumerate() {

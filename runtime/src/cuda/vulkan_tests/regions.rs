@@ -126,6 +126,21 @@ fn copies_in_regions() {
             check(&client, Fused { steps, results: vec![6, 7] }, &types, &[x.clone(), column], 1);
         }
     }
+    // Several launches, of which each begins where what is spread does or goes on with its part.
+    let x = t(&[24, 16, 8, 16]);
+    let all: [&[usize]; 8] = [&[0, 2], &[0], &[1], &[2], &[0, 1], &[1, 3], &[1, 2, 3], &[0, 2, 3]];
+    for (dims, column) in all.into_iter().flat_map(|dims| [(dims, false), (dims, true)]) {
+        let small = t(&dims.iter().map(|dim| x.shape[*dim]).collect::<Vec<_>>());
+        let of = if column { vec![3] } else { vec![] };
+        let steps = vec![
+            copy(dims, &x, 1),
+            step(binary(BinaryKind::Mul), &[0, 3], &[x.clone()]),
+            copy(&of, &x, 2),
+            step(binary(BinaryKind::Add), &[4, 5], &[x.clone()]),
+        ];
+        let types = [x.clone(), small, t(if column { &[16] } else { &[] })];
+        check_within(&client, Fused { steps, results: vec![6] }, &types, &[x.clone()], 1, x.bytes().0 / 3);
+    }
     // Of one size along a dimension; and three parts, which are no region.
     let x = t(&[4, 6, 8, 10]);
     let steps = |dims: &[usize]| vec![copy(dims, &x, 1), step(binary(BinaryKind::Mul), &[0, 2], &[x.clone()])];
@@ -199,7 +214,22 @@ fn sums_of_samples() {
         step(Reduce { kind: ReduceOp::Sum, dims: vec![1, 3] }, &[2], &[made.clone()]),
     ];
     let region = Fused { steps, results: vec![2, 3] };
-    check_within(&client, region, &[x.clone(), x.clone()], &[x.clone(), made], 1, x.bytes().0 / 3);
+    check_within(&client, region, &[x.clone(), x.clone()], &[x.clone(), made.clone()], 1, x.bytes().0 / 3);
+    let steps = vec![
+        step(Broadcast { dims: vec![0, 2] }, &[1], &[x.clone()]),
+        step(binary(BinaryKind::Mul), &[0, 2], &[x.clone()]),
+        step(Reduce { kind: ReduceOp::Sum, dims: vec![1, 3] }, &[3], &[made.clone()]),
+    ];
+    let region = Fused { steps, results: vec![3, 4] };
+    check_within(&client, region, &[x.clone(), made.clone()], &[x.clone(), made], 1, x.bytes().0 / 3);
+    let (x, small, made) = (t(&[24, 128, 64]), t(&[24, 64]), t(&[64]));
+    let steps = vec![
+        step(Broadcast { dims: vec![0, 2] }, &[1], &[x.clone()]),
+        step(binary(BinaryKind::Mul), &[0, 2], &[x.clone()]),
+        step(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[3], &[made.clone()]),
+    ];
+    let region = Fused { steps, results: vec![3, 4] };
+    check_within(&client, region, &[x.clone(), small], &[x.clone(), made], 1, x.bytes().0 / 3);
 }
 
 /// A sum over groups ends a region where that is fast: of many rows, in full blocks, of few columns.
