@@ -135,6 +135,19 @@ fn mistakes_of_the_user() {
     let init = |device: &Device| LinearConfig::new(4, 4).init(device);
     let error = trace("shapes", init, |model, batch| model.forward(batch.float("x", [2, 5])).mean());
     assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("expected 4")), "{error:?}");
+    assert!(!error.unwrap_err().to_string().contains("the last layer"));
+    // Where the author's own code stops it, and behind which layer it or Burn's does.
+    let layers = |device: &Device| vec![LinearConfig::new(4, 4).init(device), LinearConfig::new(5, 4).init(device)];
+    let error = trace("shapes", layers, |layers, batch| {
+        layers.iter().fold(batch.float("x", [2, 4]), |x, layer: &Linear| layer.forward(x)).mean()
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("; the last layer that had run by then is `0`"), "{text}");
+    let own = |layers: &Vec<Linear>, batch: &mut shardc_models::Batch| {
+        layers[batch.float("x", [2, 4]).dims()[1]].forward(batch.float("y", [2, 4])).mean()
+    };
+    let text = trace("own", layers, own).unwrap_err().to_string();
+    assert!(text.contains("the index is 4; at models/tests/trace.rs:1"), "{text}");
     let error = trace("scalar", init, |model, batch| model.forward(batch.float("x", [2, 4])).flatten::<1>(0, 1));
     assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("one number")), "{error:?}");
     let error =

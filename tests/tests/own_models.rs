@@ -7,7 +7,7 @@ use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::activation::{gelu, softmax};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use shardc::{
     Batch, Cluster, Compiled, Decay, Error, Feeds, FromInitialisers, LearningRate, Options, Precision, TrainOptions,
 };
@@ -107,6 +107,38 @@ fn padded(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usiz
     let later = generate_autoregressive_mask(batch, seq, &x.device());
     let read = MhaInput::self_attn(x.clone()).mask_pad(tokens.clone().equal_elem(0)).mask_attn(later);
     let x = x + model.attention.forward(read).context;
+    let logits = model.head.forward(x).reshape([batch * seq, CLASSES]);
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, tokens.flatten::<1>(0, 1))
+}
+
+/// Queries, keys and values of two heads, and what hides later keys from queries.
+fn two_heads(model: &Tagger, x: &Tensor<3>) -> ([Tensor<4>; 3], Tensor<3, Bool>) {
+    let [batch, seq, _] = x.dims();
+    let apart = |linear: &Linear| linear.forward(x.clone()).reshape([batch, seq, 2, WIDTH / 2]).swap_dims(1, 2);
+    let all = [&model.attention.query, &model.attention.key, &model.attention.value].map(apart);
+    (all, generate_autoregressive_mask(1, seq, &x.device()))
+}
+
+fn heads(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    let x = model.table.forward(tokens.clone());
+    let ([q, k, v], later) = two_heads(model, &x);
+    let scores = (q.matmul(k.transpose()) / 3.0).mask_fill(later.unsqueeze::<4>(), f32::NEG_INFINITY);
+    let x = x + softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([batch, seq, WIDTH]);
+    let logits = model.head.forward(x).reshape([batch * seq, CLASSES]);
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, tokens.flatten::<1>(0, 1))
+}
+
+/// The same with batch and heads as one dimension.
+fn joined_heads(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    let x = model.table.forward(tokens.clone());
+    let (all, later) = two_heads(model, &x);
+    let [q, k, v] = all.map(|heads| heads.reshape([batch * 2, seq, WIDTH / 2]));
+    let later = later.expand([batch * 2, seq, seq]);
+    let scores = (q.matmul(k.transpose()) / 3.0).mask_fill(later, f32::NEG_INFINITY);
+    let seen = softmax(scores, 2).matmul(v).reshape([batch, 2, seq, WIDTH / 2]);
+    let x = x + seen.swap_dims(1, 2).reshape([batch, seq, WIDTH]);
     let logits = model.head.forward(x).reshape([batch * seq, CLASSES]);
     CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, tokens.flatten::<1>(0, 1))
 }
@@ -411,6 +443,17 @@ fn tokens_that_attention_does_not_see() {
     let bias = compiled.plan().graph.ty(found.1.operands[3]);
     assert_eq!(bias.shape, [BATCH.batch, 1, 1, BATCH.seq]);
     check(padded, WHOLE.iter().chain(&CUT).chain(&[("cpu:2", "cp=2,microbatch=4")]));
+}
+
+#[test]
+fn attention_whose_batch_and_heads_are_one_dimension() {
+    let compiled = compiled(joined_heads, "cpu:1", "microbatch=4").unwrap();
+    let graph = &compiled.plan().graph;
+    let attention = graph.nodes().find(|(_, node)| matches!(&node.op, shardc_ir::Op::Attention(op) if op.causal));
+    let shape = &graph.ty(attention.expect("attention").1.operands[0]).shape;
+    assert_eq!(shape, &[BATCH.batch, BATCH.seq, 2, WIDTH as u64 / 2]);
+    check(joined_heads, WHOLE.iter().chain(&CUT));
+    assert_eq!(losses(joined_heads, "cpu:1", "microbatch=4"), losses(heads, "cpu:1", "microbatch=4"));
 }
 
 #[test]

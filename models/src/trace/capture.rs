@@ -1,7 +1,8 @@
 //! Runs a module on Burn's capture device and collects what it did.
 
 use super::error::TraceError;
-use super::quiet;
+use super::paths::module_of;
+use super::quiet::{self, Caught};
 use burn::backend::Capture;
 use burn::backend::ir::OperationIr;
 use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId};
@@ -204,16 +205,25 @@ fn silent(printed: &str, layer: &str, field: &str, layers: Vec<(String, bool)>) 
     silent.map(|(_, (path, _))| path).collect()
 }
 
-/// What a module did wrong, in the words of its author where Burn's are those of its capture.
-fn explained(message: String) -> String {
-    if !message.contains("has no concrete value") {
-        return message;
-    }
-    "it reads the numbers of a tensor (`into_data`, `into_scalar`, and in Burn `one_hot`, `mask_select`, `argwhere` and \
-     `nonzero`, some losses to check them), but nothing is computed while a model is traced: compute with the tensor \
-     itself, as with a mask in place of the elements that it selects, or `ids.equal(classes)` in place of `one_hot`"
-        .to_string()
+/// What a module did wrong, where, and after which layer: in the words of its author where Burn's are those of its
+/// capture.
+fn explained(caught: Caught, operations: &[OperationIr], slots: &[Slot]) -> String {
+    let said = if caught.message.contains("has no concrete value") { READS } else { caught.message.trim_end() };
+    let read = |operation: &OperationIr| {
+        let mut inputs = operation.inputs();
+        inputs.find_map(|tensor| slots.iter().find(|slot| slot.tensor == tensor.id))
+    };
+    let last = operations.iter().rev().find_map(read).map(|slot| module_of(&slot.name));
+    let last =
+        last.filter(|path| !path.is_empty()).map(|path| format!("the last layer that had run by then is `{path}`"));
+    let place = caught.place.map(|place| format!("at {place}"));
+    [Some(said.to_string()), place, last].into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
+
+/// What a module does that needs numbers while there are none.
+const READS: &str = "it reads the numbers of a tensor (`into_data`, `into_scalar`, and in Burn `one_hot`, `mask_select`, `argwhere` and \
+     `nonzero`, some losses to check them), but nothing is computed while a model is traced: compute with the tensor \
+     itself, as with a mask in place of the elements that it selects, or `ids.equal(classes)` in place of `one_hot`";
 
 /// Runs constructor and loss on a capture device.
 pub(super) fn capture<M: Module>(
@@ -223,9 +233,10 @@ pub(super) fn capture<M: Module>(
     let device = Device::capture();
     let (mut batch, mut parameters) = (Batch::new(&device), Parameters::default());
     let (mut dropouts, mut noises) = (Vec::new(), Vec::new());
-    // A module that is used wrongly panics inside Burn; its message is the user's error.
-    let run = quiet::catch(AssertUnwindSafe(|| {
-        device.capture_scope(|scope| {
+    let mut panic = None;
+    let captured = device.capture_scope(|scope| {
+        // A module that is used wrongly panics inside Burn; its message is the user's error.
+        let run = quiet::catch(AssertUnwindSafe(|| {
             let mut model = init(&device);
             if model.devices().iter().any(|other| *other != device) {
                 model = model.to_device(&device);
@@ -247,10 +258,18 @@ pub(super) fn capture<M: Module>(
                     outputs.push(*id);
                 }
             }
-            scope.complete([], outputs)
-        })
-    }));
-    let captured = run.map_err(|message| TraceError::Module(explained(message)))?;
+            outputs
+        }));
+        let outputs = run.unwrap_or_else(|caught| {
+            panic = Some(caught);
+            Vec::new()
+        });
+        scope.complete([], outputs)
+    });
+    if let Some(caught) = panic {
+        let operations = captured.map(|captured| captured.graph.operations).unwrap_or_default();
+        return Err(TraceError::Module(explained(caught, &operations, &parameters.slots)));
+    }
     let captured = captured.map_err(|error| TraceError::Module(error.to_string()))?;
     if !dropouts.is_empty() {
         return Err(TraceError::SilentDropout(dropouts));

@@ -128,10 +128,10 @@ pub enum Composite {
     },
     /// Scaled dot-product attention.
     Attention {
-        /// Queries, keys and values, with the permutation to `[b, s, h, d]` of each; keys and values
-        /// may be taken in another shape first, where each head was repeated for its group.
+        /// Queries, keys and values, with the permutation to `[b, s, h, d]` of each; they may be taken in another shape
+        /// first, where batch and heads are one dimension, or each head of keys and values was repeated for its group.
         read: Box<[Heads; 3]>,
-        /// The permutation of the result from `[b, s, h, e]`.
+        /// The permutation of the result from `[b, s, h, e]`, before batch and heads are joined.
         made: Vec<usize>,
         /// Whether a query sees no later keys.
         causal: bool,
@@ -342,7 +342,9 @@ impl Site<'_> {
                     &operands,
                     None,
                 )?;
-                self.transpose(o, made)
+                let o = self.transpose(o, made)?;
+                let shape = self.from.ty(self.from.result(self.id)).shape.clone();
+                if self.to.ty(o).shape == shape { Ok(o) } else { self.add(Reshape {}, &[o], Some(&shape)) }
             }
         }
     }

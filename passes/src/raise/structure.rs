@@ -191,11 +191,12 @@ fn attention(graph: &Graph, given: &[bool], id: NodeId, second: &Matmul) -> Opti
         return None;
     }
     let [of_weights, of_v, of_o] = second.letters().ok()?;
-    let [b, h, s, t] = of_weights[..] else { return None };
+    let [lead @ .., s, t] = &of_weights[..] else { return None };
     let dims = second.dims().ok()?;
-    if dims.batch != [b, h] || dims.m != [s] || dims.k != [t] || dims.n.len() != 1 {
+    if !matches!(lead.len(), 1 | 2) || dims.batch != lead || dims.m != [*s] || dims.k != [*t] || dims.n.len() != 1 {
         return None;
     }
+    let sizes = batch_and_heads(graph, weights, v)?;
     let (mut scores, mut scale, mut causal) = (graph.def(weights).operands[0], 1.0, false);
     let mut bias = Vec::new();
     let first = loop {
@@ -211,13 +212,14 @@ fn attention(graph: &Graph, given: &[bool], id: NodeId, second: &Matmul) -> Opti
                     causal = true;
                 } else {
                     let by = Some(by * scale).filter(|by| *by <= HIDDEN)?.max(LEAST);
-                    let (value, shape) = uncopied(graph, given, node.operands[0])?;
+                    let (value, shape) = uncopied(graph, given, node.operands[0], sizes)?;
                     bias.push(Bias { value, shape, effect: Effect::Hides { when, by } });
                 }
                 kept
             }
             Op::Binary(op) if matches!(op.kind, BinaryKind::Add | BinaryKind::Sub) => {
-                let of = |side: usize| Some((node.operands[1 - side], uncopied(graph, given, node.operands[side])?));
+                let copied = |side: usize| uncopied(graph, given, node.operands[side], sizes);
+                let of = |side: usize| Some((node.operands[1 - side], copied(side)?));
                 let sum = op.kind == BinaryKind::Add;
                 let (kept, (value, shape)) = of(1).or_else(|| of(0).filter(|_| sum))?;
                 bias.push(Bias { value, shape, effect: Effect::Times(if sum { scale } else { -scale }) });
@@ -230,52 +232,125 @@ fn attention(graph: &Graph, given: &[bool], id: NodeId, second: &Matmul) -> Opti
     let made = graph.def(scores);
     let [of_q, of_k, of_scores] = first.letters().ok()?;
     let kinds = first.dims().ok()?;
-    let [b1, h1, s1, t1] = of_scores[..] else { return None };
-    if kinds.batch.len() != 2 || kinds.m != [s1] || kinds.n != [t1] || kinds.k.len() != 1 {
+    let [lead1 @ .., s1, t1] = &of_scores[..] else { return None };
+    if kinds.batch != lead1 || kinds.m != [*s1] || kinds.n != [*t1] || kinds.k.len() != 1 {
         return None;
     }
     let read = [
-        heads(graph, made.operands[0], &of_q, [b1, s1, h1, kinds.k[0]], false)?,
-        heads(graph, made.operands[1], &of_k, [b1, t1, h1, kinds.k[0]], true)?,
-        heads(graph, v, &of_v, [b, t, h, dims.n[0]], true)?,
+        heads(graph, made.operands[0], &of_q, (lead1, sizes), [*s1, kinds.k[0]], false)?,
+        heads(graph, made.operands[1], &of_k, (lead1, sizes), [*t1, kinds.k[0]], true)?,
+        heads(graph, v, &of_v, (lead, sizes), [*t, dims.n[0]], true)?,
     ];
     let (keys, values) = (&read[1], &read[2]);
     if keys.shape[keys.permutation[2]] != values.shape[values.permutation[2]] {
         return None;
     }
-    let order = [b, s, h, dims.n[0]];
-    let made = of_o.iter().map(|letter| order.iter().position(|other| other == letter)).collect::<Option<_>>()?;
-    Some(Composite::Attention { read: Box::new(read), made, causal, scale, bias })
+    let [b, h] = APART;
+    let order = [b, *s, h, dims.n[0]];
+    let made = apart(&of_o, lead).into_iter().map(|letter| order.iter().position(|other| *other == letter));
+    Some(Composite::Attention { read: Box::new(read), made: made.collect::<Option<_>>()?, causal, scale, bias })
 }
 
-/// What is copied to `[b, h, s, t]`, and its shape with 1 in the place of each dimension along which it is copied, if
-/// no parameter reaches it and it differs from key to key.
-fn uncopied(graph: &Graph, given: &[bool], value: ValueId) -> Option<(ValueId, [u64; 4])> {
-    let (keys, is_given) = (*graph.ty(value).shape.get(3)?, given[value.index()]);
-    let (mut value, mut dims): (ValueId, Vec<usize>) = (value, (0..4).collect());
-    while let Some(from) = before_copy(graph, value, &dims) {
+/// The letters of batch and heads, which no contraction has.
+const APART: [char; 2] = ['0', '1'];
+
+/// Where batch and heads are one dimension, as if it were the one behind scores.
+const JOINED: usize = 4;
+
+/// Letters with those of batch and heads, or the one of both joined, as [`APART`].
+fn apart(letters: &[char], lead: &[char]) -> Vec<char> {
+    let of = |letter: &char| match lead.iter().position(|other| other == letter) {
+        Some(_) if lead.len() == 1 => APART.to_vec(),
+        Some(place) => vec![APART[place]],
+        None => vec![*letter],
+    };
+    letters.iter().flat_map(of).collect()
+}
+
+/// The sizes of batch and heads, of which weights `[b, h, s, t]` tell, or `[b * h, s, t]` and what the values `[b * h, ..]`
+/// are made of; of what is not joined from both, as a batch of single heads.
+fn batch_and_heads(graph: &Graph, weights: ValueId, mut values: ValueId) -> Option<[u64; 2]> {
+    let all = match graph.ty(weights).shape[..] {
+        [b, h, _, _] => return Some([b, h]),
+        [all, _, _] => all,
+        _ => return None,
+    };
+    while matches!(graph.def(values).op, Op::Reshape(_) | Op::Transpose(_)) {
+        let (source, to) = (graph.def(values).operands[0], &graph.ty(values).shape);
+        if let [b, _, .., rows, columns] = &graph.ty(source).shape[..]
+            && to[..] == [all, *rows, *columns]
+            && *b > 0
+        {
+            return Some([*b, all / b]);
+        }
+        values = source;
+    }
+    Some([all, 1])
+}
+
+/// What a reshape joins to a dimension of batch and heads, as [`before_copy`].
+fn before_join(graph: &Graph, value: ValueId, dims: &[usize], sizes: [u64; 2]) -> Option<(ValueId, Vec<usize>)> {
+    let node = graph.def(value);
+    let at = dims.iter().position(|dim| *dim == JOINED).filter(|_| matches!(node.op, Op::Reshape(_)))?;
+    let (mut shape, mut dims) = (graph.ty(value).shape.clone(), dims.to_vec());
+    shape.splice(at..=at, sizes);
+    dims.splice(at..=at, [0, 1]);
+    (graph.ty(node.operands[0]).shape == shape).then_some((node.operands[0], dims))
+}
+
+/// What is copied to `[b, h, s, t]` or `[b * h, s, t]`, and its shape with 1 in the place of each dimension of the former
+/// along which it is copied, if no parameter reaches it and it differs from key to key.
+fn uncopied(graph: &Graph, given: &[bool], value: ValueId, sizes: [u64; 2]) -> Option<(ValueId, [u64; 4])> {
+    let (keys, is_given) = (*graph.ty(value).shape.last()?, given[value.index()]);
+    let mut dims = if graph.ty(value).rank() == 3 { vec![JOINED, 2, 3] } else { vec![0, 1, 2, 3] };
+    let mut value = value;
+    while let Some(from) = before_copy(graph, value, &dims).or_else(|| before_join(graph, value, &dims, sizes)) {
         (value, dims) = from;
     }
     let mut shape = [1; 4];
     let proper = dims.iter().zip(&graph.ty(value).shape).filter(|(_, size)| **size != 1);
     let mut places = Vec::new();
     for (dim, size) in proper {
-        *shape.get_mut(*dim)? = *size;
-        places.push(*dim);
+        match *dim {
+            JOINED => (shape[0], shape[1]) = (sizes[0], sizes[1]),
+            dim => *shape.get_mut(dim)? = *size,
+        }
+        places.push(dim % JOINED);
     }
     (is_given && places.is_sorted() && shape[3] == keys).then_some((value, shape))
 }
 
-/// A tensor with these letters as heads in the order of `order`; keys and values without the
-/// copies that were made for the groups of queries, if they may be `shared`.
-fn heads(graph: &Graph, value: ValueId, letters: &[char], order: [char; 4], shared: bool) -> Option<Heads> {
-    let place = |letter: &char| letters.iter().position(|other| other == letter);
-    let permutation: Vec<usize> = order.iter().map(place).collect::<Option<_>>()?;
-    let shape = graph.ty(value).shape.clone();
+/// A tensor with these letters, among which are those of batch and heads or the one of both with their sizes, as heads of
+/// `rows`; keys and values without the copies that were made for the groups of queries, if they may be `shared`.
+fn heads(
+    graph: &Graph,
+    mut value: ValueId,
+    letters: &[char],
+    (lead, sizes): (&[char], [u64; 2]),
+    [row, column]: [char; 2],
+    shared: bool,
+) -> Option<Heads> {
+    let mut letters = letters.to_vec();
+    while let Op::Transpose(op) = &graph.def(value).op {
+        let moved = letters.clone();
+        op.permutation.iter().zip(moved).for_each(|(from, letter)| letters[*from] = letter);
+        value = graph.def(value).operands[0];
+    }
+    let (letters, [b, h]) = (apart(&letters, lead), APART);
+    let place = |letter: char| letters.iter().position(|other| *other == letter);
+    let permutation: Vec<usize> = [b, row, h, column].into_iter().map(place).collect::<Option<_>>()?;
+    let mut shape = graph.ty(value).shape.clone();
+    if lead.len() == 1 {
+        let joined = place(b)?;
+        shape.splice(joined..=joined, sizes);
+    }
     let whole = Heads { value, shape: shape.clone(), permutation: permutation.clone() };
-    let node = graph.def(value);
+    let mut node = graph.def(value);
     if !shared || !matches!(node.op, Op::Reshape(_)) {
         return Some(whole);
+    }
+    while matches!(graph.def(node.operands[0]).op, Op::Reshape(_)) {
+        node = graph.def(node.operands[0]);
     }
     let (copies, at) = (node.operands[0], permutation[2]);
     let (wide, copy) = (&graph.ty(copies).shape, graph.def(copies));
@@ -310,9 +385,10 @@ fn hides(graph: &Graph, operands: &[ValueId]) -> Option<(ValueId, bool, f64)> {
 
 /// Whether a mask is `when` exactly of the keys after each query.
 fn is_the_future(graph: &Graph, mask: ValueId, when: bool) -> bool {
-    let [_, _, s, t] = graph.ty(mask).shape[..] else { return false };
+    let [lead @ .., s, t] = &graph.ty(mask).shape[..] else { return false };
     // Key j is after query i, where the last key is seen by the last query.
-    let future = Linear { terms: vec![0, 0, -1, 1], constant: s as i64 - t as i64 };
+    let terms = lead.iter().map(|_| 0).chain([-1, 1]).collect();
+    let future = Linear { terms, constant: *s as i64 - *t as i64 };
     let condition = condition(graph, mask);
     condition.is_some_and(|condition| future == if when { condition } else { condition.negated() })
 }

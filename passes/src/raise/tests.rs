@@ -96,6 +96,41 @@ fn causal_attention_with_grouped_queries() {
     );
 }
 
+/// Batch and heads in one dimension, as batched products take them; with a mask of the keys of each batch element.
+#[test]
+fn attention_of_joined_heads() {
+    let joined = |mask: &str| {
+        let text = format!(
+            "%q: f32[2,3,4,8] = input \"q\"\n%k: f32[2,3,2,8] = input \"k\"\n%v: f32[2,3,2,8] = input \"v\"\n\
+             %q1: f32[2,4,3,8] = transpose %q {{permutation=[0,2,1,3]}}\n%q2: f32[8,3,8] = reshape %q1\n\
+             %k1: f32[2,2,3,8] = transpose %k {{permutation=[0,2,1,3]}}\n\
+             %k2: f32[2,2,2,3,8] = broadcast %k1 {{dims=[0,1,3,4]}}\n%k3: f32[2,4,3,8] = reshape %k2\n\
+             %k4: f32[8,3,8] = reshape %k3\n%k5: f32[8,8,3] = transpose %k4 {{permutation=[0,2,1]}}\n\
+             %v1: f32[2,2,3,8] = transpose %v {{permutation=[0,2,1,3]}}\n\
+             %v2: f32[2,2,2,3,8] = broadcast %v1 {{dims=[0,1,3,4]}}\n%v3: f32[8,3,8] = reshape %v2\n\
+             %s: f32[8,3,3] = matmul %q2, %k5 {{spec=\"gsd,gdt->gst\"}}\n\
+             %t: f32[8,3,3] = affine %s {{offset=0.0, scale=0.35}}\n%h: f32[8,3,3] = constant {{value=\"-inf\"}}\n{mask}\
+             %w: f32[8,3,3] = softmax %u\n%o: f32[8,3,8] = matmul %w, %v3 {{spec=\"gst,gte->gse\"}}\n\
+             %o1: f32[2,4,3,8] = reshape %o\n%y: f32[2,3,4,8] = transpose %o1 {{permutation=[0,2,1,3]}}"
+        );
+        let graph = raised(&text).0;
+        (graph.to_string(), ops(&graph))
+    };
+    let causal = "%i: i64[3,3] = iota {dim=0}\n%j: i64[3,3] = iota {dim=1}\n%m: bool[3,3] = gt %j, %i\n\
+                  %mm: bool[8,3,3] = broadcast %m {dims=[1,2]}\n%u: f32[8,3,3] = select %mm, %h, %t\n";
+    // As if they had never been joined, nor keys and values copied to the groups of queries.
+    assert_eq!(joined(causal).1, ["attention"], "{}", joined(causal).0);
+    let padding = "%p: bool[2,3] = input \"p\"\n%p1: bool[2,1,1,3] = reshape %p\n\
+                   %p2: bool[2,4,1,3] = broadcast %p1 {dims=[0,1,2,3]}\n%p3: bool[8,1,3] = reshape %p2\n\
+                   %p4: bool[8,3,3] = broadcast %p3 {dims=[0,1,2]}\n%u: f32[8,3,3] = select %p4, %h, %t\n";
+    let (text, _) = joined(padding);
+    assert!(text.contains("f32[2,1,1,3] = select"), "{text}");
+    // One for each score is taken as it is.
+    let added = "%p: f32[8,3,3] = input \"p\"\n%u: f32[8,3,3] = add %t, %p\n";
+    let (text, _) = joined(added);
+    assert!(text.contains("f32[2,4,3,3] = reshape"), "{text}");
+}
+
 /// `softmax(scores)` of a parameter `q` with itself, where `%u` is made of the scores `%s`.
 fn with_scores(made: &str) -> String {
     format!(
