@@ -38,6 +38,9 @@ BATCHES = {
 }
 # How far losses, and the first gradient norm, may be from those of one rank.
 FAR = {"fp32": (2e-4, 2e-3), "bf16": (1.5e-2, 5e-2), "fp16": (1.5e-2, 5e-2), "fp8": (4e-2, 0.15)}
+# As far losses may be where each rank's terms of gradients are rounded to bf16, as on CPU ranks (1.4e-4 after four steps
+# of resnet-tiny on four).
+FAR_SUMS = 1e-3
 
 Case = collections.namedtuple("Case", "model ranks precision batch seq pins flags")
 
@@ -175,7 +178,9 @@ class Machine:
         apart = max((abs(own / one - 1) for own, one in both if own is not None and one is not None), default=0)
         norms = [of[0].get("grad_norm") for of in (steps, expect)]
         norm = abs(norms[0] / norms[1] - 1) if all(norms) else 0
-        is_far = apart > FAR[case.precision][0] or norm > FAR[case.precision][1]
+        most, most_of_norm = FAR[case.precision]
+        most = max(most, FAR_SUMS) if "--reduce-dtype" in case.flags else most
+        is_far = apart > most or norm > most_of_norm
         return "far" if is_far else "equal", f"{text}: losses within {apart:.1e}, the first norm within {norm:.1e}"
 
 
