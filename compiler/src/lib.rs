@@ -49,4 +49,5 @@ pub use shardc_passes::cluster::Cluster;
 pub use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind};
 pub use shardc_passes::precision::Precision;
 pub use shardc_runtime::{Feeds, allocator};
+pub use start::check_cluster;
 pub use train::{FromInitialisers, TrainOptions, Trainer, Weights};

@@ -113,27 +113,37 @@ impl Compiled {
 
     /// The runtime that the cluster names.
     fn runtime(&self, world: &Arc<World>) -> Result<Box<dyn Runtime>, Error> {
-        let cluster = self.plan().request.cluster.as_str();
-        match cluster.split(':').next() {
-            Some("cpu") if Cluster::of(self.plan())?.nodes > 1 => Err(Error::request(
-                format!("cluster `{cluster}` has several hosts, and CPU ranks train on one"),
-                format!("train on cpu:{}, which plans for the memory of this host", self.plan().mesh.ranks()),
-            )),
-            Some("cpu") => Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?)),
-            Some("cuda") => {
-                // Before anything is lowered: what is missing is told at once.
-                let device = launch::device(world)?;
-                let identity = cuda::identity(device).map_err(RuntimeError::Device)?;
-                launch::check_distinct(world, &identity)?;
-                let program = self.programs()?.get(world.rank() as usize).cloned();
-                let program = program.ok_or_else(|| Error::Bug(format!("rank {} has no program", world.rank())))?;
-                Ok(Box::new(CudaRuntime::new(vec![program], &[device], world.clone())?))
-            }
-            _ => Err(Error::request(
-                format!("cluster `{cluster}` cannot be run from here"),
-                "train on cpu:N or cuda:N; a described cluster such as h100:8x16 is for planning",
-            )),
+        let cluster = Cluster::of(self.plan())?;
+        check_cluster(&cluster)?;
+        if cluster.name.starts_with("cpu:") {
+            return Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?));
         }
+        // Before anything is lowered: what is missing is told at once.
+        let device = launch::device(world)?;
+        let identity = cuda::identity(device).map_err(RuntimeError::Device)?;
+        launch::check_distinct(world, &identity)?;
+        let program = self.programs()?.get(world.rank() as usize).cloned();
+        let program = program.ok_or_else(|| Error::Bug(format!("rank {} has no program", world.rank())))?;
+        Ok(Box::new(CudaRuntime::new(vec![program], &[device], world.clone())?))
+    }
+}
+
+/// Refuses a cluster that is not of the machines that ranks are started on.
+///
+/// # Errors
+/// Names the cluster and those that train.
+pub fn check_cluster(cluster: &Cluster) -> Result<(), Error> {
+    let name = &cluster.name;
+    match name.split(':').next() {
+        Some("cpu") if cluster.nodes > 1 => Err(Error::request(
+            format!("cluster `{name}` has several hosts, and CPU ranks train on one"),
+            format!("train on cpu:{}, which plans for the memory of this host", cluster.ranks()),
+        )),
+        Some("cpu" | "cuda") => Ok(()),
+        _ => Err(Error::request(
+            format!("cluster `{name}` cannot be run from here"),
+            "train on cpu:N or cuda:N; a described cluster such as h100:8x16 is for planning",
+        )),
     }
 }
 

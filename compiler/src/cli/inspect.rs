@@ -5,7 +5,7 @@ use super::args::{CheckArgs, EstimateArgs, VerifyArgs};
 use super::{print, print_json, request};
 use serde_json::{Value, json};
 use shardc::estimate::{Room, Row, Sizes, estimate, hosted, verdict};
-use shardc::{Cluster, Error, NamedModel};
+use shardc::{Cluster, Error, NamedModel, check_cluster};
 use shardc_ir::Bytes;
 use shardc_ir::units::counted;
 use shardc_passes::cluster::DeviceKind;
@@ -152,7 +152,7 @@ pub fn check(args: &CheckArgs, json: bool) -> Result<(), Error> {
         false => lines.iter().for_each(|line| print(&line_text(line))),
     }
     if unmet.is_empty() {
-        return Ok(());
+        return check_cluster(&cluster);
     }
     let names = unmet.iter().map(|line| line.name.as_str()).collect::<Vec<_>>().join(", ");
     Err(Error::Check(format!("{} needs what this machine lacks: {names}", args.cluster)))
