@@ -168,9 +168,11 @@ pub(super) fn combine(a: Elem<3>, b: Elem<3>, #[comptime] pair: Pair) -> Elem<3>
         Pair::Binary(BinaryKind::Mul) => a * b,
         Pair::Binary(BinaryKind::And) => a * b,
         Pair::Binary(BinaryKind::Div) => a / b,
-        // The quotient is rounded, so what is left may lie beyond either end by a rounding of it.
+        // The quotient is rounded: of one beyond the integers that floats hold some divisors are left, which are taken
+        // away in turn; and what is left then may lie beyond either end by a rounding.
         Pair::Binary(BinaryKind::Rem) => {
-            let rest = fma((a / b).floor() * (zero - one), b, a);
+            let most = fma((a / b).floor() * (zero - one), b, a);
+            let rest = fma((most / b).floor() * (zero - one), b, most);
             let inside = select(rest * b < zero, rest + b, rest);
             select(inside / b >= one, inside - b, inside)
         }
