@@ -420,6 +420,15 @@ fn reductions_and_moves() {
     }
     check(&client, ScatterAdd { dim: 1 }, &[t(&[6, 3]), ids(&[6, 3])], &[t(&[6, 50])], 50);
     check(&client, ScatterAdd { dim: 0 }, &[t(&[40, 6]), ids(&[40, 6])], &[t(&[5, 6])], 5);
+    // Integers that no float holds, and a sum that begins again.
+    let whole = |shape: &[u64], numbers: &[i32]| HostTensor {
+        ty: ids(shape),
+        bytes: numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+    };
+    let terms = whole(&[4], &[16_777_217, 16_777_219, i32::MAX, 3]);
+    let (places, to) = (whole(&[4], &[0, 0, 1, 1]), [ids(&[2])]);
+    let added = run(&client, &ScatterAdd { dim: 0 }.into(), &[terms, places], &to, u64::MAX);
+    assert_eq!(added[0].bytes, whole(&[2], &[33_554_436, i32::MIN + 2]).bytes);
 }
 
 #[test]

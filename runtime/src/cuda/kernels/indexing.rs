@@ -429,7 +429,7 @@ pub fn gather(
 pub fn scatter_add(
     dy: &Array<Elem<0>>,
     index: &Array<Elem<1>>,
-    dx: &mut Array<f32>,
+    dx: &mut Array<Elem<2>>,
     n: u32,
     size: u32,
     count: u32,
@@ -443,7 +443,7 @@ pub fn scatter_add(
             let next = (from + step * inner) as usize;
             let chosen = u32::cast_from(index[next]);
             if chosen < size {
-                dx[(to + chosen * inner) as usize] += f32::cast_from(dy[next]);
+                dx[(to + chosen * inner) as usize] += Elem::<2>::cast_from(dy[next]);
             }
         }
     }

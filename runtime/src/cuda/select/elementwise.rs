@@ -111,6 +111,9 @@ impl Select<'_> {
     pub(super) fn iota(&mut self, op: &Iota) -> Result<(), String> {
         let ty = &self.results[0];
         let inner: u64 = ty.shape[op.dim + 1..].iter().product();
+        if op.start + ty.shape[op.dim] > 1 << 32 {
+            return Err("numbers of 2^32 and more".to_string());
+        }
         let numbers = vec![ty.elements() as u32, inner as u32, ty.shape[op.dim] as u32, op.start as u32];
         let kernel = Kernel::new("iota", &[ty.dtype], 1, THREADS, &(), |d| {
             let y = d.output::<Elem<0>>();

@@ -255,6 +255,9 @@ impl<'a> Select<'a> {
         if self.results.iter().all(|ty| ty.elements() == 0) {
             return Ok(());
         }
+        if !matches!(op, Op::Concat(_) | Op::Pad(_)) && self.operands.iter().any(|ty| ty.elements() == 0) {
+            return Err("an operand without elements".to_string());
+        }
         match op {
             Op::Input(_) | Op::Parameter(_) | Op::State(_) => Err("a leaf is not an instruction".to_string()),
             Op::Constant(op) => self.constant(op.value),

@@ -1,7 +1,7 @@
 //! Operations that move elements.
 
 use super::cut::{Cut, LIMIT};
-use super::{Arg, OP, RES, Select, Step, THREADS, dense, lanes, row_threads};
+use super::{Arg, OP, RES, Select, Step, THREADS, compute_type, dense, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::indexing as kernels;
 use crate::cuda::kernels::indexing::{Plane, Walk};
@@ -451,22 +451,22 @@ impl Select<'_> {
     pub(super) fn scatter_add(&mut self, dim: usize) -> Result<(), String> {
         let (index, y) = (&self.operands[1], &self.results[0]);
         let (inner, numbers) = Self::gather_numbers(&y.shape, &index.shape, dim);
-        let (elements, dtype) = (y.elements(), y.dtype);
-        let (from, into) = (index.shape[dim] * inner, y.shape[dim] * inner * 4);
+        let (elements, dtype, sum) = (y.elements(), y.dtype, compute_type(y.dtype));
+        let (from, into) = (index.shape[dim] * inner, y.shape[dim] * inner * sum.size());
         let lines = index.elements() / index.shape[dim].max(1);
         let cut = Cut { per_unit: inner, ..Cut::vectors(lines, THREADS) };
-        let to = if dtype == DType::F32 { RES(0) } else { self.scratch(elements * 4) };
-        let types = [self.operands[0].dtype, index.dtype];
+        let to = if dtype == sum { RES(0) } else { self.scratch(elements * sum.size()) };
+        let types = [self.operands[0].dtype, index.dtype, sum];
         let kernel = Kernel::new("scatter_add", &types, 1, THREADS, &(), |d| {
-            let (dy, index, dx) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<f32>());
+            let (dy, index, dx) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<Elem<2>>());
             let (n, size, count, inner) = (d.number(), d.number(), d.number(), d.number());
             kernels::scatter_add::expand(d.scope(), dy, index, dx, n, size, count, inner);
         });
         let sizes = [(OP(0), from * types[0].size()), (OP(1), from * types[1].size()), (to, into)];
-        self.out.steps.push(Step::Zero { to, bytes: elements * 4 });
+        self.out.steps.push(Step::Zero { to, bytes: elements * sum.size() });
         self.launch_cut(kernel, &sizes, numbers, Vec::new(), cut);
-        if dtype != DType::F32 {
-            self.cast_elements(to, RES(0), DType::F32, dtype, elements);
+        if dtype != sum {
+            self.cast_elements(to, RES(0), sum, dtype, elements);
         }
         Ok(())
     }

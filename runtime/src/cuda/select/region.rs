@@ -21,6 +21,9 @@ const PROCESSORS: u64 = 132;
 /// The most units that share a row.
 const MOST_UNITS: u64 = 512;
 
+/// The most elements of a row that a block normalizes, which its units keep in registers or close by.
+const MOST_COLUMNS: u64 = 1 << 20;
+
 /// The units of a warp, and the most vectors of a row that each keeps where a warp works on a row by itself.
 const WARP: u64 = 32;
 const WARP_PACKS: u64 = 8;
@@ -131,6 +134,10 @@ impl Sorted {
             sorted.step(step, first)?;
             first += step.results.len();
         }
+        let [_, _, columns] = sorted.sizes();
+        if sorted.has(Class::Row) && columns > MOST_COLUMNS {
+            return Err(format!("a norm of rows of {columns} elements, more than {MOST_COLUMNS}"));
+        }
         Ok(sorted)
     }
 
@@ -139,6 +146,10 @@ impl Sorted {
         let (last, end) = (self.shape.len() - 1, self.rows.end);
         let is_column = |value: &usize| end > 0 && self.types[*value].rank() == self.shape.len() - end;
         let (takes, makes): (Vec<Class>, Vec<Class>) = match &step.op {
+            // Its numbers are part of the kernel's text, where there are none of that kind.
+            Op::Affine(op) if [op.scale, op.offset].iter().any(|number| !(*number as f32).is_finite()) => {
+                return Err("numbers that are not finite in f32".to_string());
+            }
             // Of what all rows read.
             Op::Cast(_) if step.operands.iter().all(is_column) => (vec![Column], vec![Column]),
             Op::Unary(_) | Op::UnaryGrad(_) | Op::Affine(_) | Op::Cast(_) | Op::Swiglu(_) | Op::SwigluGrad(_) => {
@@ -461,7 +472,10 @@ impl Select<'_> {
                 Class::Full => layout.unit(),
                 Class::Row => rows,
                 Class::ColumnSum => left * columns,
-                Class::Spread(spread) if spread.goes_on(elements) => ty.elements() * layout.unit() / elements,
+                // Of the largest both factors are beyond 32 bits.
+                Class::Spread(spread) if spread.goes_on(elements) => {
+                    (u128::from(ty.elements()) * u128::from(layout.unit()) / u128::from(elements)) as u64
+                }
                 Class::Column | Class::Spread(_) | Class::Scalar => 0,
             };
             count * ty.dtype.size()

@@ -276,4 +276,40 @@ fn what_is_no_region_is_refused() {
     // What is the same in all rows would be written by all of them.
     let cast = step(shardc_ir::ops::Cast {}, &[1], std::slice::from_ref(&d));
     refused(vec![unary(0), cast], &[x.clone(), d]);
+    // A number that the text of a kernel cannot hold.
+    for scale in [f64::INFINITY, 1e39, f64::NAN] {
+        refused(vec![unary(0), step(Affine { scale, offset: 0.0 }, &[1], &[x.clone()])], &[x.clone()]);
+    }
+}
+
+/// Selection counts in more than 64 bits where it has to, and says what no kernel does.
+#[test]
+fn the_largest_and_the_smallest() {
+    let half = |shape: &[u64]| TensorType::new(DType::F16, shape);
+    let (small, x) = (half(&[64, 1536, 64, 4096]), half(&[64, 1536, 2, 64, 4096]));
+    let steps = vec![
+        step(Broadcast { dims: vec![0, 1, 3, 4] }, &[1], &[x.clone()]),
+        step(Binary { kind: BinaryKind::Mul }, &[0, 2], &[x.clone()]),
+    ];
+    let region = Fused { steps, results: vec![3] };
+    let selection = super::select_within(&region.into(), &[x.clone(), small.clone()], &[x.clone()], 1 << 31).unwrap();
+    let ends = selection.steps.iter().rev().find_map(|step| match step {
+        Step::Launch(launch) => Some(launch.buffers.clone()),
+        _ => None,
+    });
+    let [Arg::Operand(0, at), Arg::Operand(1, of_small), _] = ends.unwrap()[..] else { panic!("three buffers") };
+    assert!(at == 2 * of_small && at < x.bytes().0 && of_small < small.bytes().0, "{at} and {of_small}");
+    let refused = |op: Op, operands: &[TensorType], results: &[TensorType], words: &str| {
+        let error = super::select_within(&op, operands, results, 1 << 31).unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    let none = t(&[0, 4]);
+    let sum = Reduce { kind: ReduceOp::Sum, dims: vec![0] };
+    refused(sum.into(), &[none.clone()], &[t(&[4])], "an operand without elements");
+    refused(EmbeddingGrad { start: 0 }.into(), &[none, ids(&[0])], &[t(&[2, 4])], "an operand without elements");
+    let row = t(&[2, 1 << 21]);
+    let norm = RmsNorm { eps: 1e-5 };
+    refused(norm.into(), &[row.clone(), t(&[1 << 21])], &[row, t(&[2])], "a norm of rows of 2097152 elements");
+    let far = Iota { dim: 0, start: (1 << 32) - 2 };
+    refused(far.into(), &[], &[TensorType::new(DType::I64, [3])], "numbers of 2^32 and more");
 }
