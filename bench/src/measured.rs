@@ -154,7 +154,7 @@ impl Compared {
 pub fn compare(run: &Run) -> Result<Compared, RunsError> {
     let planned = || {
         let (cluster, model) = (Cluster::parse(&run.cluster, "h200")?, NamedModel::find(&run.model)?);
-        let options = Options { precision: run.precision, pins: run.pins.clone(), ..Options::default() };
+        let options = Options { precision: Some(run.precision), pins: run.pins.clone(), ..Options::default() };
         shardc::compile(&model, Batch { batch: run.batch, seq: run.seq }, &cluster, &options)
     };
     let plan = planned().map_err(|source| RunsError::Plan { run: Box::new(run.clone()), source: Box::new(source) })?;

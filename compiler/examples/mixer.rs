@@ -9,7 +9,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor};
-use shardc::{Batch, Cluster, Decay, Feeds, FromInitialisers, LearningRate, Options, Precision, TrainOptions};
+use shardc::{Batch, Cluster, Decay, Feeds, FromInitialisers, LearningRate, Options, TrainOptions};
 use shardc_ir::HostTensor;
 use std::ops::ControlFlow;
 
@@ -124,8 +124,7 @@ fn main() -> Result<(), shardc::Error> {
         )
     };
     let cluster = Cluster::parse(&std::env::args().nth(1).unwrap_or("cpu:4".into()), "h200")?;
-    let options = Options { precision: Precision::Fp32, ..Options::default() };
-    let compiled = shardc::compile(&model, Batch { batch: 32, seq: 0 }, &cluster, &options)?;
+    let compiled = shardc::compile(&model, Batch { batch: 32, seq: 0 }, &cluster, &Options::default())?;
     if shardc::launch::is_lead() {
         println!("{}", shardc::report::plan_text(compiled.plan()));
     }

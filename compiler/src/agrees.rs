@@ -245,8 +245,8 @@ pub(crate) fn other_model(plan: &Plan, traced: &Model) -> Option<String> {
 fn step(plan: &Plan, traced: &Model) -> Result<Option<Graph>, Error> {
     let Some(precision) = Precision::from_name(&plan.request.precision) else { return Ok(None) };
     let optimizer = config_of(&plan.graph).unwrap_or_default();
-    let options = Options { precision, optimizer, deterministic: is_deterministic(&plan.graph), ..Options::default() };
-    pipeline::step(traced, &options).map(Some)
+    let options = Options { optimizer, deterministic: is_deterministic(&plan.graph), ..Options::default() };
+    pipeline::step(traced, precision, &options).map(Some)
 }
 
 fn traced(plan: &Plan) -> Option<Result<Model, Error>> {
@@ -412,7 +412,7 @@ mod tests {
     /// However a step is cut, computed again or spread, it is the model's; and nothing else is.
     #[test]
     fn a_step_that_computes_something_else_is_told() {
-        let bf16 = || Options { precision: Precision::Bf16, ..Options::default() };
+        let bf16 = || Options { precision: Some(Precision::Bf16), ..Options::default() };
         let kind = OptimizerKind::AdamW { beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.0 };
         let others = || Options { optimizer: OptimizerConfig { kind: kind.clone(), clip_grad_norm: None }, ..bf16() };
         let plans = [
@@ -421,7 +421,7 @@ mod tests {
             plan("pp=2,schedule=zbv,microbatch=1", others()),
             plan(
                 "tp=2,loss_chunks=4",
-                Options { precision: Precision::Fp16, deterministic: true, ..Options::default() },
+                Options { precision: Some(Precision::Fp16), deterministic: true, ..Options::default() },
             ),
             plan("dp=2,overlap_chunks=2,microbatch=2", bf16()),
         ];

@@ -56,7 +56,8 @@ pub struct Compiled {
 /// A model that cannot be traced, a request that contradicts itself, a precision that the devices have no units
 /// for, a model that fits under no plan.
 pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Options) -> Result<Compiled, Error> {
-    options.precision.check(cluster).map_err(PassError::from)?;
+    let precision = options.precision_on(cluster);
+    precision.check(cluster).map_err(PassError::from)?;
     if let Some(wrong) = agrees::wrong_reduction(options.reduce_dtype) {
         return Err(Error::request(wrong, "leave reduce_dtype out, or choose one of these"));
     }
@@ -72,7 +73,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         cluster: cluster.name.clone(),
         batch: batch.batch,
         seq: batch.seq,
-        precision: options.precision.name().into(),
+        precision: precision.name().into(),
         reduce_dtype: options.reduce_dtype,
         device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
         host_memory: cluster.host_memory(),

@@ -35,9 +35,9 @@ pub(crate) fn with_pins(pins: &str, others: impl IntoIterator<Item = String>) ->
 /// How to compile.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The precision of the computation: bf16 if nothing else is said, on CPU ranks as well, for which the command takes
-    /// fp32.
-    pub precision: Precision,
+    /// The precision of the computation; if none is named, fp32 on CPU ranks, elsewhere that of 16 bits in which the
+    /// devices are the fastest.
+    pub precision: Option<Precision>,
     /// The element type in which gradients of matrices are summed over ranks; fp32 if none is named.
     pub reduce_dtype: Option<DType>,
     /// The optimizer and gradient clipping.
@@ -57,6 +57,11 @@ pub struct Options {
 }
 
 impl Options {
+    /// The precision of the computation on a cluster.
+    pub fn precision_on(&self, cluster: &Cluster) -> Precision {
+        self.precision.unwrap_or_else(|| Precision::usual(&cluster.device))
+    }
+
     /// A cluster whose hosts have the memory that is asked for.
     pub(crate) fn on_hosts(&self, cluster: &Cluster) -> Cluster {
         let cluster = cluster.clone();

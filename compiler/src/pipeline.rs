@@ -94,18 +94,18 @@ pub fn plan(
     cluster: &Cluster,
     options: &Options,
 ) -> Result<VerifiedPlan<'static>, Error> {
-    plan_step(&step(model, options)?, request, cluster, options)
+    plan_step(&step(model, options.precision_on(cluster), options)?, request, cluster, options)
 }
 
-/// From a traced model to its training step on one device.
-pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
+/// From a traced model to its training step on one device, in a precision.
+pub fn step(model: &Model, precision: Precision, options: &Options) -> Result<Graph, Error> {
     let stage = Stage::new(options.dump_to.as_deref())?;
     let graph = stage.graph(Pass::Trace, || Ok(model.graph.clone()))?;
     let graph = stage.graph(Pass::Raise, || Ok(raise(&graph)?.0))?;
-    let graph = stage.graph(Pass::LowerPrecision, || Ok(lower_precision(&graph, options.precision)?))?;
+    let graph = stage.graph(Pass::LowerPrecision, || Ok(lower_precision(&graph, precision)?))?;
     let graph = stage.graph(Pass::AlignHead, || Ok(align_head(&graph)?))?;
     let graph = stage.graph(Pass::AlignWeights, || Ok(align_weights(&graph)?))?;
-    let differentiate = if options.precision.scales_loss() { differentiate_scaled } else { differentiate };
+    let differentiate = if precision.scales_loss() { differentiate_scaled } else { differentiate };
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
@@ -114,7 +114,7 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
         true => stage.graph(Pass::MakeDeterministic, || Ok(make_deterministic(&graph)?))?,
         false => stage.skip(Pass::MakeDeterministic, "nothing asks for equal bits (--deterministic)", graph)?,
     };
-    match options.precision {
+    match precision {
         Precision::Fp8 => stage.graph(Pass::Quantize, || Ok(quantize(&graph)?)),
         precision => stage.skip(Pass::Quantize, &format!("the precision is {}, not fp8", precision.name()), graph),
     }

@@ -255,7 +255,7 @@ fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
     let batch = Batch { batch: data * microbatches * samples, seq };
     let compiled = |cluster: String, pins: &str| {
         let cluster = Cluster::parse(&cluster, "h200")?;
-        let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+        let options = Options { precision: Some(Precision::Fp32), pins: pins.to_string(), ..Options::default() };
         compile(&small, batch, &cluster, &options)
     };
     let whole = compiled("cpu:1".to_string(), "")?;
@@ -432,7 +432,7 @@ mod tests {
     fn small_models_are_cut_into_chunks_as_the_plan_is() {
         let (model, cluster) = (NamedModel::find("llama-tiny").unwrap(), Cluster::parse("cpu:2", "h200").unwrap());
         let check = |pins: &str, is_cut: bool| {
-            let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+            let options = Options { precision: Some(Precision::Fp32), pins: pins.to_string(), ..Options::default() };
             let compiled = compile(&model, Batch { batch: 4, seq: 16 }, &cluster, &options).unwrap();
             let small = shrunk(compiled.plan(), 1).pins;
             assert_eq!(small.contains("overlap_chunks"), is_cut, "{pins}: {small}");
@@ -446,7 +446,8 @@ mod tests {
     #[test]
     fn what_a_plan_says_of_itself_is_checked() {
         let (model, cluster) = (NamedModel::find("llama-tiny").unwrap(), Cluster::parse("cpu:2", "h200").unwrap());
-        let options = Options { precision: Precision::Fp32, pins: "dp=2,zero=1".to_string(), ..Options::default() };
+        let options =
+            Options { precision: Some(Precision::Fp32), pins: "dp=2,zero=1".to_string(), ..Options::default() };
         let compiled = compile(&model, Batch { batch: 4, seq: 16 }, &cluster, &options).unwrap();
         let check = |change: &dyn Fn(&mut Plan), name: &str, ok: bool, words: &str| {
             let mut plan = compiled.plan().clone();

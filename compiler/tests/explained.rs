@@ -69,7 +69,7 @@ fn a_value_of_data_ranks_says_what_it_would_be_elsewhere() {
 fn stages_of_zero_are_compared_by_one_measure() {
     let (cluster, model) = (Cluster::parse("h100:4", "h200").unwrap(), NamedModel::find("llama-tiny").unwrap());
     let pins = "dp=4,zero=1,microbatch=2".to_string();
-    let options = Options { precision: Precision::Bf16, pins, ..Options::default() };
+    let options = Options { precision: Some(Precision::Bf16), pins, ..Options::default() };
     let compiled = shardc::compile(&model, Batch { batch: 16, seq: 64 }, &cluster, &options).unwrap();
     let plan = compiled.plan();
     let values = value::find(&plan.graph, "blocks.0.mlp.gate.weight").unwrap();

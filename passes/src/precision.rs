@@ -34,13 +34,12 @@ const LARGEST_BF16: f64 = 3.389_531_389_251_535_5e38;
 const BIAS: usize = 3;
 
 /// The element type of the forward and backward computation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     /// f32 throughout: the graph as it is.
     Fp32,
     /// bf16 with f32 parameters, optimizer states, gradients of parameters and loss.
-    #[default]
     Bf16,
     /// fp16 with the same in f32, and a loss that is scaled while it is differentiated
     /// ([`differentiate_scaled`](crate::differentiate::differentiate_scaled)).
@@ -77,6 +76,14 @@ impl Precision {
     /// The precision of 16 bits in which a device is the fastest; bf16, whose range is that of f32, where both are.
     pub fn fastest(device: &Profile) -> Self {
         if device.prefers_f16() { Self::Fp16 } else { Self::Bf16 }
+    }
+
+    /// The precision of a device where none is asked for: fp32 on CPUs, elsewhere the [fastest](Self::fastest).
+    pub fn usual(device: &Profile) -> Self {
+        match device.kind {
+            DeviceKind::Cpu => Self::Fp32,
+            DeviceKind::Cuda => Self::fastest(device),
+        }
     }
 
     /// Whether every device of a cluster computes in it. Ranks on CPUs do all of it by software.

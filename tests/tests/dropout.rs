@@ -71,7 +71,7 @@ fn inputs() -> Feeds {
 #[track_caller]
 fn losses(cluster: &str, pins: &str, rate: f64) -> Vec<f64> {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
-    let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+    let options = Options { precision: Some(Precision::Fp32), pins: pins.to_string(), ..Options::default() };
     let compiled =
         shardc::compile(&perceptron, BATCH, &cluster, &options).unwrap_or_else(|error| panic!("{pins}: {error}"));
     let choice = &compiled.plan().choice;

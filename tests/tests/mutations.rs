@@ -127,9 +127,11 @@ fn divide_further(plan: &mut Plan) {
 
 impl Subject {
     fn new((model, batch, cluster, pins, _): Case, made: Made, options: &Options) -> Self {
+        let parsed = Cluster::parse(cluster, "h200").expect("a cluster");
+        let precision = options.precision_on(&parsed);
         let summed = options.reduce_dtype.map_or(String::new(), |dtype| format!(", sums in {dtype}"));
-        let name = format!("{model:?} on {cluster} with {pins}, {}{summed}, {made:?}", options.precision.name());
-        let seq = match (model, options.precision) {
+        let name = format!("{model:?} on {cluster} with {pins}, {}{summed}, {made:?}", precision.name());
+        let seq = match (model, precision) {
             (Model::Zoo(_), _) => 0,
             // Products in 8 bits take groups of so many tokens.
             (_, Precision::Fp8) => 16,
@@ -137,7 +139,6 @@ impl Subject {
         };
         let named = NamedModel::from_config("tiny", model.config());
         let options = Options { pins: pins.to_string(), ..options.clone() };
-        let parsed = Cluster::parse(cluster, "h200").expect("a cluster");
         let compiled = shardc::compile(&named, Batch { batch, seq }, &parsed, &options);
         let mut plan = compiled.unwrap_or_else(|error| panic!("{name}: {error}")).plan().clone();
         divide_further(&mut plan);
@@ -154,7 +155,7 @@ impl Subject {
         for ahead in [[Ahead::Communication; 2], [Ahead::Random(1), Ahead::Random(2)]] {
             assert!(run(ahead) == expect, "{name}: another order gives other numbers");
         }
-        let rounding = if options.precision == Precision::Fp32 && options.reduce_dtype.is_none() { 1e-4 } else { 2e-2 };
+        let rounding = if precision == Precision::Fp32 && options.reduce_dtype.is_none() { 1e-4 } else { 2e-2 };
         Self { name, plan, programs, leaves, expect, rounding }
     }
 
@@ -366,7 +367,7 @@ impl Subject {
 }
 
 fn fp32() -> Options {
-    Options { precision: Precision::Fp32, ..Options::default() }
+    Options { precision: Some(Precision::Fp32), ..Options::default() }
 }
 
 use Model::{Experts, Gpt2, Llama, Tied, Zoo};
@@ -424,8 +425,8 @@ fn stages() {
 
 #[test]
 fn precisions() {
-    let sums = |dtype| Options { reduce_dtype: Some(dtype), ..Options::default() };
-    let of = |precision| Options { precision, ..Options::default() };
+    let of = |precision| Options { precision: Some(precision), ..Options::default() };
+    let sums = |dtype| Options { reduce_dtype: Some(dtype), ..of(Precision::Bf16) };
     check(&[(Llama, 4, "cpu:2", "dp=2,zero=1,microbatch=1,keep_casts=1", Apart)], &of(Precision::Bf16));
     check(&[(Llama, 4, "cpu:2", "dp=2,zero=2,microbatch=1,keep_casts=0", AsFused)], &sums(DType::Bf16));
     check(&[(Llama, 4, "cpu:2", "dp=2,zero=3,microbatch=1", Plainly)], &of(Precision::Fp16));

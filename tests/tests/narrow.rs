@@ -79,7 +79,7 @@ fn steps(loss: Loss, precision: Precision, samples: u64) -> Vec<[f64; 2]> {
         trace("net", Net::new, move |net, inputs| loss(net, inputs, samples))
     };
     let (batch, cluster) = (Batch { batch: samples, seq: 1 }, Cluster::parse("cpu:1", "h200").unwrap());
-    let options = Options { precision, pins: format!("microbatch={samples}"), ..Options::default() };
+    let options = Options { precision: Some(precision), pins: format!("microbatch={samples}"), ..Options::default() };
     let compiled = shardc::compile(&model, batch, &cluster, &options).unwrap();
     let learning_rate = LearningRate { rate: 1e-3, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: 2 };
     let mut trainer = compiled.start(&FromInitialisers, TrainOptions { learning_rate, seed: 1 }).unwrap();

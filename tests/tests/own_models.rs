@@ -249,7 +249,7 @@ fn compiled(loss: Loss, cluster: &str, pins: &str) -> Result<Compiled, Error> {
         trace("tagger", Tagger::new, move |model, inputs| loss(model, inputs, shape))
     };
     let cluster = Cluster::parse(cluster, "h200").unwrap();
-    let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+    let options = Options { precision: Some(Precision::Fp32), pins: pins.to_string(), ..Options::default() };
     shardc::compile(&model, BATCH, &cluster, &options)
 }
 

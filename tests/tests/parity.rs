@@ -19,7 +19,7 @@ fn fixture(model: &str) -> PathBuf {
 }
 
 fn options(pins: &str) -> Options {
-    Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() }
+    Options { precision: Some(Precision::Fp32), pins: pins.to_string(), ..Options::default() }
 }
 
 /// The optimizer of the fixtures is the default one; the learning rate is constant.
@@ -237,7 +237,7 @@ fn check_kept_casts(cluster: &str, pins: &str, precision: Precision) {
     let (batch, seq) = data.shape().unwrap();
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let trained = |kept: u8| {
-        let options = Options { precision, ..options(&format!("{pins},keep_casts={kept}")) };
+        let options = Options { precision: Some(precision), ..options(&format!("{pins},keep_casts={kept}")) };
         let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options).unwrap();
         let slots = &compiled.programs().unwrap()[0].slots;
         assert_eq!(slots.iter().any(|slot| slot.cast_of.is_some()), kept == 1, "{pins}");

@@ -24,7 +24,7 @@ fn tokens(step: u64) -> Feeds {
 fn compiled(precision: Precision, cluster: &str, pins: &str) -> (NamedModel, Compiled) {
     let model = NamedModel::find("llama-tiny").unwrap();
     let cluster = Cluster::parse(cluster, "h200").unwrap();
-    let options = Options { precision, pins: pins.into(), ..Options::default() };
+    let options = Options { precision: Some(precision), pins: pins.into(), ..Options::default() };
     let compiled = shardc::compile(&model, BATCH, &cluster, &options).unwrap();
     (model, compiled)
 }
@@ -137,7 +137,7 @@ fn a_deterministic_plan_counts_what_it_costs() {
     let cluster = Cluster::parse("h100:1x1", "h200").unwrap();
     let [free, fixed] = [false, true].map(|deterministic| {
         let options = Options {
-            precision: Precision::Bf16,
+            precision: Some(Precision::Bf16),
             pins: "microbatch=4,recompute=none,loss_chunks=1".into(),
             deterministic,
             ..Options::default()
@@ -283,7 +283,12 @@ fn gpus_have_every_product_whatever_sums_over_ranks() {
     let model = NamedModel::find("gpt2-124m@layers=1").unwrap();
     let cluster = Cluster::parse("h100:2", "h200").unwrap();
     for (precision, merges) in [(Precision::Fp32, false), (Precision::Fp16, false), (Precision::Bf16, true)] {
-        let options = Options { precision, reduce_dtype: Some(DType::Bf16), pins: "dp=2".into(), ..Options::default() };
+        let options = Options {
+            precision: Some(precision),
+            reduce_dtype: Some(DType::Bf16),
+            pins: "dp=2".into(),
+            ..Options::default()
+        };
         let compiled = shardc::compile(&model, BATCH, &cluster, &options).unwrap();
         let mut written = BTreeSet::new();
         for program in compiled.programs().unwrap() {

@@ -225,7 +225,12 @@ const IN_CHUNKS: &[Case] = &[
 ];
 
 fn options(pins: &str, precision: Precision) -> Options {
-    Options { precision, pins: pins.to_string(), device_memory: Some(Bytes(4000 << 30)), ..Options::default() }
+    Options {
+        precision: Some(precision),
+        pins: pins.to_string(),
+        device_memory: Some(Bytes(4000 << 30)),
+        ..Options::default()
+    }
 }
 
 fn cluster(text: &str) -> Cluster {

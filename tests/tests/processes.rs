@@ -84,7 +84,7 @@ fn train(pins: &str, save: &Path, world: Option<Arc<World>>, steps: [u64; 3]) ->
     let model = NamedModel::find(fixture().to_str().unwrap())?;
     let data = open_batches(&fixture().join("batches.safetensors"))?;
     let (batch, seq) = data.shape().unwrap();
-    let options = Options { precision: Precision::Fp32, pins: pins.into(), ..Options::default() };
+    let options = Options { precision: Some(Precision::Fp32), pins: pins.into(), ..Options::default() };
     let compiled = shardc::compile(&model, Batch { batch, seq }, &Cluster::parse("cpu:2", "h200")?, &options)?;
     let learning_rate = LearningRate { rate: 1e-3, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: 3 };
     let (weights, options) = (model.weights()?, TrainOptions { learning_rate, seed: SEED });

@@ -42,7 +42,7 @@ pub fn compare(case: &Case) -> Result<Compared, Error> {
     let (cluster, model) = (Cluster::parse(&case.cluster, "h200")?, NamedModel::find(case.model)?);
     let precision = if case.cluster.starts_with("v100") { Precision::Fp16 } else { Precision::Bf16 };
     let pins = format!("{},overlap_chunks=1,keep_casts=0", case.pins);
-    let options = Options { precision, pins, device_memory: Some(ROOM), ..Options::default() };
+    let options = Options { precision: Some(precision), pins, device_memory: Some(ROOM), ..Options::default() };
     let compiled = shardc::compile(&model, Batch { batch: case.batch, seq: case.seq }, &cluster, &options)?;
     let plan = compiled.plan();
     let seconds = [plan.search.estimate, plan.prediction.step].map(|seconds| seconds.0);

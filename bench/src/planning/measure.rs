@@ -50,7 +50,7 @@ impl Planned {
 }
 
 fn options() -> Options {
-    Options { precision: Precision::Bf16, ..Options::default() }
+    Options { precision: Some(Precision::Bf16), ..Options::default() }
 }
 
 /// Plans a built-in model, of which so many layers are taken if that is given.
@@ -107,7 +107,7 @@ fn request(cluster: &Cluster) -> Request {
 pub fn evaluations(name: &str, cluster: &str, batch: u64) -> Result<f64, Error> {
     let cluster = Cluster::parse(cluster, "h100")?;
     let model = NamedModel::find(name)?.trace(Batch { batch, seq: SEQ })?;
-    let graph = pipeline::step(&model, &options())?;
+    let graph = pipeline::step(&model, Precision::Bf16, &options())?;
     let target = pipeline::target(&cluster);
     let prepared = prepare(&graph, batch, target);
     let degrees = Degrees::new(1).with(Family::Data, &[cluster.ranks()]);

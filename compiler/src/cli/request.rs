@@ -180,13 +180,12 @@ fn device_memory(args: &RequestArgs, cluster: &Cluster) -> Result<Option<Bytes>,
 
 /// The options of a compilation for a cluster.
 pub fn options(args: &RequestArgs, cluster: &Cluster) -> Result<Options, Error> {
-    let precision = match args.precision {
-        None => default_precision(cluster),
-        Some(PrecisionArg::Fp32) => Precision::Fp32,
-        Some(PrecisionArg::Bf16) => Precision::Bf16,
-        Some(PrecisionArg::Fp16) => Precision::Fp16,
-        Some(PrecisionArg::Fp8) => Precision::Fp8,
-    };
+    let precision = args.precision.map(|precision| match precision {
+        PrecisionArg::Fp32 => Precision::Fp32,
+        PrecisionArg::Bf16 => Precision::Bf16,
+        PrecisionArg::Fp16 => Precision::Fp16,
+        PrecisionArg::Fp8 => Precision::Fp8,
+    });
     Ok(Options {
         precision,
         reduce_dtype: match args.reduce_dtype {
@@ -204,14 +203,6 @@ pub fn options(args: &RequestArgs, cluster: &Cluster) -> Result<Options, Error> 
         host_memory: args.host_memory.as_deref().map(|text| size("--host-memory", text)).transpose()?,
         dump_to: args.dump_to.clone(),
     })
-}
-
-/// The precision where no flag says: fp32 on CPU ranks, elsewhere that of 16 bits in which the device is the fastest.
-fn default_precision(cluster: &Cluster) -> Precision {
-    match cluster.device.kind {
-        DeviceKind::Cpu => Precision::Fp32,
-        DeviceKind::Cuda => Precision::fastest(&cluster.device),
-    }
 }
 
 /// The optimizer.
