@@ -65,8 +65,8 @@ fn better(graph: &CostGraph, mut passing: Passing, best: Solution) -> Solution {
     for is_back in [false, true] {
         let bound = passing.pass(is_back, 1.0);
         let most = best.cost - bound + 1e-9 * best.cost.abs();
-        for (kept, costs) in kept.iter_mut().zip(&passing.reduced) {
-            kept.retain(|choice| costs[*choice] <= most);
+        for Place { variable, costs, .. } in &passing.places {
+            kept[*variable].retain(|choice| passing.reduced[costs.start + choice] <= most);
         }
     }
     let left: usize = kept.iter().map(|kept| kept.len().saturating_sub(1)).sum();
@@ -83,14 +83,14 @@ fn better(graph: &CostGraph, mut passing: Passing, best: Solution) -> Solution {
 }
 
 /// Changes one variable after the other to what costs the least with the others as they are.
-fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Around]) -> Vec<usize> {
+fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Vec<usize>]) -> Vec<usize> {
     let tables: Vec<_> = graph.pairs.iter().collect();
     for _ in 0..MOST_ROUNDS {
         let mut is_settled = true;
         for (variable, around) in around.iter().enumerate() {
             let cost = |choice: usize| {
-                let pairs = around.earlier.iter().chain(&around.later).map(|(edge, _)| {
-                    let ((a, b), table) = tables[*edge];
+                let pairs = around.iter().map(|pair| {
+                    let ((a, b), table) = tables[*pair];
                     let columns = graph.unary[*b].len();
                     let of = |end: usize| if end == variable { choice } else { choices[end] };
                     table[of(*a) * columns + of(*b)]
@@ -113,34 +113,43 @@ fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Around]) -> Vec
     choices
 }
 
-/// A pair of variables: where its costs begin among those of all pairs, row-major of the first end's choices, and the
-/// messages to both.
-struct Edge {
-    ends: [usize; 2],
-    sizes: [usize; 2],
+/// A variable, in the order in which messages go.
+struct Place {
+    variable: usize,
+    /// Where its costs are among those of all variables.
+    costs: Range<usize>,
+    /// Where the messages to it are, from those before it and from those behind.
+    messages: Range<usize>,
+    /// Where what it sends is among all that is sent along the order, and among all that is sent back.
+    sends: [Range<usize>; 2],
+}
+
+/// A message from a variable to a neighbour.
+struct Sent {
+    /// The place of the neighbour, and the number of its choices.
+    other: usize,
+    columns: usize,
+    /// Where the costs of the pair begin among those of its direction: row-major of the sender's choices.
     costs: usize,
-    messages: [usize; 2],
+    /// Where the message is, and the neighbour's to the sender.
+    to: usize,
+    back: usize,
 }
 
-/// The pairs of a variable, by whether the other one comes before it: the pair, and which end the variable is.
-#[derive(Default)]
-struct Around {
-    earlier: Vec<(usize, usize)>,
-    later: Vec<(usize, usize)>,
-}
-
-/// Messages on a cost graph.
+/// Messages on a cost graph. All lies in the order in which it is read: graphs are larger than caches.
 struct Passing {
-    unary: Vec<Vec<f64>>,
-    edges: Vec<Edge>,
-    /// Of all pairs; none is infinite.
-    costs: Vec<f64>,
-    messages: Vec<f64>,
-    around: Vec<Around>,
-    order: Vec<usize>,
+    places: Vec<Place>,
+    /// The costs of the variables; none is infinite.
+    unary: Vec<f64>,
     /// Reduced costs: per variable and choice, by how much an assignment with it costs more at least than the bound of
     /// the latest pass.
-    reduced: Vec<Vec<f64>>,
+    reduced: Vec<f64>,
+    /// What is sent along the order, and back, with the costs of the pairs; none is infinite.
+    sends: [Vec<Sent>; 2],
+    costs: [Vec<f64>; 2],
+    messages: Vec<f64>,
+    /// Per variable, its pairs: those with variables before it first.
+    around: Vec<Vec<usize>>,
     /// What an end hands over, while it does.
     given: Vec<f64>,
 }
@@ -150,54 +159,87 @@ impl Passing {
         let finite = |costs: &Vec<f64>| costs.iter().copied().filter(|cost| cost.is_finite()).fold(0.0, f64::max);
         // What is illegal costs more than the dearest legal assignment.
         let huge = 1.0 + 2.0 * graph.unary.iter().chain(graph.pairs.values()).map(finite).sum::<f64>();
-        let capped = |costs: &Vec<f64>| costs.iter().map(|cost| cost.min(huge)).collect::<Vec<f64>>();
-        let (mut edges, mut costs, mut all) = (Vec::with_capacity(graph.pairs.len()), Vec::new(), 0);
-        for ((a, b), table) in &graph.pairs {
-            let sizes = [*a, *b].map(|end| graph.unary[end].len());
-            edges.push(Edge { ends: [*a, *b], sizes, costs: costs.len(), messages: [all, all + sizes[0]] });
-            costs.extend(table.iter().map(|cost| cost.min(huge)));
-            all += sizes[0] + sizes[1];
-        }
-        let order = breadth_first(graph.unary.len(), &edges);
+        let pairs: Vec<_> = graph.pairs.iter().map(|((a, b), table)| ([*a, *b], table)).collect();
+        let order = breadth_first(graph.unary.len(), pairs.iter().map(|(ends, _)| *ends));
         let mut rank = vec![0; order.len()];
         order.iter().enumerate().for_each(|(index, variable)| rank[*variable] = index);
-        let mut around: Vec<Around> = order.iter().map(|_| Around::default()).collect();
-        for (index, Edge { ends, .. }) in edges.iter().enumerate() {
+        // Per variable its pairs, and which end of them it is: with those before it, and with those behind.
+        let mut around = vec![[Vec::new(), Vec::new()]; order.len()];
+        for (index, (ends, _)) in pairs.iter().enumerate() {
             for (end, variable) in ends.iter().enumerate() {
                 let is_later = rank[ends[1 - end]] > rank[*variable];
-                let own = &mut around[*variable];
-                (if is_later { &mut own.later } else { &mut own.earlier }).push((index, end));
+                around[*variable][usize::from(is_later)].push((index, end));
             }
         }
-        let unary: Vec<Vec<f64>> = graph.unary.iter().map(capped).collect();
-        Self { reduced: unary.clone(), unary, edges, costs, messages: vec![0.0; all], around, order, given: Vec::new() }
+        let (mut unary, mut all, mut places) = (Vec::new(), 0, Vec::with_capacity(order.len()));
+        // Per pair and end, where the message to it is.
+        let mut messages = vec![[0; 2]; pairs.len()];
+        for variable in order.iter().copied() {
+            let (from, first, size) = (unary.len(), all, graph.unary[variable].len());
+            unary.extend(graph.unary[variable].iter().map(|cost| cost.min(huge)));
+            for (pair, end) in around[variable].iter().flatten() {
+                messages[*pair][*end] = all;
+                all += size;
+            }
+            let sends = [0..0, 0..0];
+            places.push(Place { variable, costs: from..unary.len(), messages: first..all, sends });
+        }
+        let entries = pairs.iter().map(|(_, table)| table.len()).sum();
+        let mut sends = [(); 2].map(|()| Vec::with_capacity(pairs.len()));
+        let mut costs = [(); 2].map(|()| Vec::with_capacity(entries));
+        for is_back in [false, true] {
+            let (sends, costs) = (&mut sends[usize::from(is_back)], &mut costs[usize::from(is_back)]);
+            for place in directed(order.len(), is_back) {
+                let first = sends.len();
+                for (pair, end) in &around[order[place]][usize::from(!is_back)] {
+                    let (ends, table) = pairs[*pair];
+                    let [rows, columns] = [ends[*end], ends[1 - end]].map(|end| graph.unary[end].len());
+                    let [own, others] = if *end == 0 { [columns, 1] } else { [1, rows] };
+                    let [back, to] = [messages[*pair][*end], messages[*pair][1 - end]];
+                    sends.push(Sent { other: rank[ends[1 - end]], columns, costs: costs.len(), to, back });
+                    for row in 0..rows {
+                        costs.extend((0..columns).map(|column| table[row * own + column * others].min(huge)));
+                    }
+                }
+                places[place].sends[usize::from(is_back)] = first..sends.len();
+            }
+        }
+        let pairs = |around: [Vec<(usize, usize)>; 2]| around.into_iter().flatten().map(|(pair, _)| pair).collect();
+        let (around, reduced) = (around.into_iter().map(pairs).collect(), unary.clone());
+        Self { places, unary, reduced, sends, costs, messages: vec![0.0; all], around, given: Vec::new() }
     }
 
     /// Sends a message over every pair, along the order or back; gives a bound. Each variable hands what its choices
     /// cost beyond the least of them to the pairs in equal parts, of which it keeps so many at least.
     fn pass(&mut self, is_back: bool, keeps: f64) -> f64 {
+        let Self { places, unary, reduced, messages, given, .. } = self;
+        let (sends, costs) = (&self.sends[usize::from(is_back)], &self.costs[usize::from(is_back)]);
         let mut bound = 0.0;
-        for place in 0..self.order.len() {
-            let variable = self.order[if is_back { self.order.len() - 1 - place } else { place }];
-            let Around { earlier, later } = &self.around[variable];
+        for place in directed(places.len(), is_back).map(|place| &places[place]) {
             // What its choices cost with the messages to it.
-            let belief = &mut self.reduced[variable];
-            belief.copy_from_slice(&self.unary[variable]);
-            for (edge, end) in earlier.iter().chain(later) {
-                belief
-                    .iter_mut()
-                    .zip(&self.messages[self.edges[*edge].to(*end)])
-                    .for_each(|(sum, message)| *sum += message);
+            let belief = &mut reduced[place.costs.clone()];
+            let own = &unary[place.costs.clone()];
+            let mut others = messages[place.messages.clone()].chunks_exact(own.len().max(1));
+            match others.next() {
+                // No call for the few numbers of most variables.
+                Some(first) => {
+                    let sums = own.iter().zip(first).map(|(cost, message)| cost + message);
+                    belief.iter_mut().zip(sums).for_each(|(belief, sum)| *belief = sum);
+                }
+                None => belief.copy_from_slice(own),
+            }
+            for message in others {
+                belief.iter_mut().zip(message).for_each(|(sum, message)| *sum += message);
             }
             let least = belief.iter().copied().fold(f64::INFINITY, lesser);
             bound += least;
             belief.iter_mut().for_each(|cost| *cost -= least);
-            let to = if is_back { earlier } else { later };
+            let [later, earlier] = &place.sends;
+            let to = &sends[place.sends[usize::from(is_back)].clone()];
             let parts =
                 if keeps > 0.0 { to.len() as f64 + keeps } else { earlier.len().max(later.len()).max(1) as f64 };
-            for (edge, end) in to {
-                let (edge, tables) = (&self.edges[*edge], (&self.costs[..], &mut self.messages[..]));
-                bound += edge.send(*end, belief, 1.0 / parts, tables, &mut self.given);
+            for sent in to {
+                bound += sent.send(belief, 1.0 / parts, (costs, messages), given);
             }
             let kept = 1.0 - to.len() as f64 / parts;
             belief.iter_mut().for_each(|cost| *cost *= kept);
@@ -207,20 +249,16 @@ impl Passing {
 
     /// Choices along the order: each the least with those before it, and with the messages of those behind.
     fn choices(&self, graph: &CostGraph) -> Vec<usize> {
-        let mut choices = vec![0; self.order.len()];
-        for variable in &self.order {
+        let mut choices = vec![0; self.places.len()];
+        for Place { variable, sends: [later, earlier], .. } in &self.places {
             let mut costs = graph.unary[*variable].clone();
-            let Around { earlier, later } = &self.around[*variable];
-            for (edge, end) in later {
-                costs
-                    .iter_mut()
-                    .zip(&self.messages[self.edges[*edge].to(*end)])
-                    .for_each(|(sum, message)| *sum += message);
+            for sent in &self.sends[0][later.clone()] {
+                costs.iter_mut().zip(&self.messages[sent.back..]).for_each(|(sum, message)| *sum += message);
             }
-            for (edge, end) in earlier {
-                let edge = &self.edges[*edge];
-                let other = choices[edge.ends[1 - end]];
-                costs.iter_mut().enumerate().for_each(|(choice, sum)| *sum += self.costs[edge.at(*end, choice, other)]);
+            for sent in &self.sends[1][earlier.clone()] {
+                let other = choices[self.places[sent.other].variable];
+                let own = self.costs[1][sent.costs + other..].iter().step_by(sent.columns);
+                costs.iter_mut().zip(own).for_each(|(sum, cost)| *sum += cost);
             }
             let least = |best: usize, choice: usize| if costs[choice] < costs[best] { choice } else { best };
             choices[*variable] = (0..costs.len()).fold(0, least);
@@ -229,40 +267,33 @@ impl Passing {
     }
 }
 
-impl Edge {
-    /// The place of the cost where one end has a choice and the other another.
-    fn at(&self, end: usize, own: usize, other: usize) -> usize {
-        let [row, column] = if end == 0 { [own, other] } else { [other, own] };
-        self.costs + row * self.sizes[1] + column
-    }
+/// All places, along the order or back.
+fn directed(count: usize, is_back: bool) -> impl Iterator<Item = usize> {
+    (0..count).map(move |place| if is_back { count - 1 - place } else { place })
+}
 
-    /// The place of the message to an end.
-    fn to(&self, end: usize) -> Range<usize> {
-        self.messages[end]..self.messages[end] + self.sizes[end]
-    }
-
-    /// Sends a message from an end that hands over a part of its belief; gives what is taken off it.
-    fn send(
-        &self,
-        end: usize,
-        belief: &[f64],
-        part: f64,
-        (costs, messages): (&[f64], &mut [f64]),
-        given: &mut Vec<f64>,
-    ) -> f64 {
+impl Sent {
+    /// Sends the message, for which a part of a belief is handed over; gives what is taken off it.
+    fn send(&self, belief: &[f64], part: f64, (costs, messages): (&[f64], &mut [f64]), given: &mut Vec<f64>) -> f64 {
         given.clear();
-        given.extend(belief.iter().zip(&messages[self.to(end)]).map(|(cost, back)| part * cost - back));
-        let [rows, columns] = self.sizes;
-        let rows = costs[self.costs..self.costs + rows * columns].chunks_exact(columns);
-        let sent = &mut messages[self.to(1 - end)];
-        if end == 0 {
-            sent.fill(f64::INFINITY);
-            for (row, given) in rows.zip(given.iter()) {
-                sent.iter_mut().zip(row).for_each(|(least, cost)| *least = lesser(*least, given + cost));
-            }
-        } else {
-            for (sent, row) in sent.iter_mut().zip(rows) {
-                *sent = given.iter().zip(row).fold(f64::INFINITY, |least, (given, cost)| lesser(least, given + cost));
+        given.extend(belief.iter().zip(&messages[self.back..]).map(|(cost, back)| part * cost - back));
+        let costs = &costs[self.costs..self.costs + given.len() * self.columns];
+        let sent = &mut messages[self.to..self.to + self.columns];
+        // Sums of a known number stay in registers.
+        match self.columns {
+            1 => least_sums::<1>(given, costs, sent),
+            2 => least_sums::<2>(given, costs, sent),
+            3 => least_sums::<3>(given, costs, sent),
+            4 => least_sums::<4>(given, costs, sent),
+            5 => least_sums::<5>(given, costs, sent),
+            6 => least_sums::<6>(given, costs, sent),
+            7 => least_sums::<7>(given, costs, sent),
+            8 => least_sums::<8>(given, costs, sent),
+            columns => {
+                sent.fill(f64::INFINITY);
+                for (row, given) in costs.chunks_exact(columns.max(1)).zip(given.iter()) {
+                    sent.iter_mut().zip(row).for_each(|(least, cost)| *least = lesser(*least, given + cost));
+                }
             }
         }
         let least = sent.iter().copied().fold(f64::INFINITY, lesser);
@@ -271,15 +302,24 @@ impl Edge {
     }
 }
 
+/// Per column of a table of `N`, the least sum of a cost with what is given for its row.
+fn least_sums<const N: usize>(given: &[f64], costs: &[f64], least: &mut [f64]) {
+    let mut sums = [f64::INFINITY; N];
+    for (row, given) in costs.as_chunks::<N>().0.iter().zip(given) {
+        sums.iter_mut().zip(row).for_each(|(least, cost)| *least = lesser(*least, given + cost));
+    }
+    least.copy_from_slice(&sums);
+}
+
 /// The lesser of two numbers, neither of which is none: one instruction, unlike [`f64::min`].
 fn lesser(a: f64, b: f64) -> f64 {
     if b < a { b } else { a }
 }
 
 /// The variables so that neighbours are near each other.
-fn breadth_first(count: usize, edges: &[Edge]) -> Vec<usize> {
+fn breadth_first(count: usize, pairs: impl Iterator<Item = [usize; 2]>) -> Vec<usize> {
     let mut neighbours = vec![Vec::new(); count];
-    for [a, b] in edges.iter().map(|edge| edge.ends) {
+    for [a, b] in pairs {
         neighbours[a].push(b);
         neighbours[b].push(a);
     }
@@ -353,7 +393,7 @@ mod tests {
             for is_back in [false, true] {
                 let bound = passing.pass(is_back, 1.0);
                 for (choices, cost) in assignments(&graph) {
-                    let more: f64 = choices.iter().zip(&passing.reduced).map(|(choice, more)| more[*choice]).sum();
+                    let more: f64 = passing.places.iter().map(|at| passing.reduced[at.costs.start + choices[at.variable]]).sum();
                     prop_assert!(bound + more <= cost * (1.0 + 1e-9), "{bound} and {more} for {cost}");
                 }
             }
