@@ -82,12 +82,17 @@ fn better(graph: &CostGraph, mut passing: Passing, best: Solution) -> Solution {
     Solution { choices, cost, bound: bound.min(cost) }
 }
 
-/// Changes one variable after the other to what costs the least with the others as they are.
+/// Changes one variable after the other to what costs the least with the others as they are. One of whose neighbours none
+/// has changed since it was looked at stays as it is.
 fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Vec<usize>]) -> Vec<usize> {
     let tables: Vec<_> = graph.pairs.iter().collect();
+    let mut is_open = vec![true; choices.len()];
     for _ in 0..MOST_ROUNDS {
         let mut is_settled = true;
         for (variable, around) in around.iter().enumerate() {
+            if !std::mem::take(&mut is_open[variable]) {
+                continue;
+            }
             let cost = |choice: usize| {
                 let pairs = around.iter().map(|pair| {
                     let ((a, b), table) = tables[*pair];
@@ -103,8 +108,13 @@ fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Vec<usize>]) ->
             };
             let now = choices[variable];
             let found = (0..graph.unary[variable].len()).fold((now, cost(now) * (1.0 - ROUNDING)), least).0;
-            is_settled &= found == now;
-            choices[variable] = found;
+            if found != now {
+                is_settled = false;
+                choices[variable] = found;
+                for ((a, b), _) in around.iter().map(|pair| tables[*pair]) {
+                    is_open[if *a == variable { *b } else { *a }] = true;
+                }
+            }
         }
         if is_settled {
             break;
