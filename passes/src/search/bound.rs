@@ -33,7 +33,7 @@ use crate::shard::problem::Problem;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::{AxisId, Bytes, Family, Mesh};
 use sharing::{Collectives, Sharing};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Prices of memory that are tried, as shares of the whole step for the whole memory, and by how much those beside
 /// the best of them differ from it.
@@ -51,6 +51,11 @@ const BUSY: [f64; 3] = [1.0, 0.6, 0.3];
 /// nearby there are a few percent to be found.
 const ROUNDS: usize = 10;
 const MISSING: std::ops::Range<f64> = 0.005..0.1;
+
+/// How many assignments are tried out before a problem is solved, and what rounding may add to a cost at the most, as a
+/// share of it.
+const MOST_CHOSEN: usize = 4;
+const ROUNDING: f64 = 1e-9;
 
 /// What is asked of a bound beyond the mesh.
 #[derive(Clone, Copy, Debug)]
@@ -75,8 +80,8 @@ pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Option<Bytes>
         if found > limit {
             break;
         }
-        let seconds = scaled(placed, relaxed.cost(price * unit) - price * unit * free);
         // What a price gives is concave in it: where a higher price does worse, so do all that are higher.
+        let seconds = relaxed.above(price * unit, free, found);
         if seconds < found {
             break;
         }
@@ -88,11 +93,11 @@ pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Option<Bytes>
 /// The most that one of the [`PRICES`] gives, and the price, as far as it takes to see that it is more than so many seconds.
 ///
 /// The least of functions that are linear in a price is concave in it: where a price does worse than another, so do all
-/// that are further away.
-fn highest(at: &mut dyn FnMut(f64) -> f64, enough: f64) -> (f64, f64) {
-    let mut best = (at(PRICES[TELLING]), PRICES[TELLING]);
+/// that are further away. What a price gives need not be found where it is less than a number that is given with it.
+fn highest(at: &mut dyn FnMut(f64, f64) -> f64, enough: f64) -> (f64, f64) {
+    let mut best = (at(PRICES[TELLING], f64::NEG_INFINITY), PRICES[TELLING]);
     for price in PRICES[..TELLING].iter().rev().copied() {
-        let seconds = if best.0 <= enough { at(price) } else { f64::NEG_INFINITY };
+        let seconds = if best.0 <= enough { at(price, best.0) } else { f64::NEG_INFINITY };
         if seconds < best.0 {
             break;
         }
@@ -100,7 +105,7 @@ fn highest(at: &mut dyn FnMut(f64) -> f64, enough: f64) -> (f64, f64) {
     }
     let is_lower = best.1 < PRICES[TELLING];
     for price in PRICES[TELLING + 1..].iter().copied().filter(|_| !is_lower) {
-        let seconds = if best.0 <= enough { at(price) } else { f64::NEG_INFINITY };
+        let seconds = if best.0 <= enough { at(price, best.0) } else { f64::NEG_INFINITY };
         if seconds <= best.0 {
             break;
         }
@@ -144,25 +149,28 @@ fn of_way(
     let (is_short, free) = (free.is_some(), free.unwrap_or(1.0).max(1.0));
     let unit = least / free / scaled(placed, 1.0);
     let mut shared = None;
-    let mut at = |price: f64, busy: f64| {
+    let mut at = |price: f64, busy: f64, least: f64| {
         if shared.replace(busy) != Some(busy) {
             relaxed.share(sharing(busy));
         }
-        scaled(placed, relaxed.cost(price * unit) - price * unit * free)
+        relaxed.above(price * unit, free, least)
     };
     let mut found = Found { seconds: least, price: 0.0, busy: 0.0 };
-    let (seconds, price) = if is_short { highest(&mut |price| at(price, 0.0), enough) } else { (at(0.0, 0.0), 0.0) };
+    let (seconds, price) = match is_short {
+        true => highest(&mut |price, least| at(price, 0.0, least), enough),
+        false => (at(0.0, 0.0, least), 0.0),
+    };
     if found.take(seconds, price, 0.0) >= enough {
         return enough;
     }
     for price in FINER.map(|by| found.price * by) {
-        if price > 0.0 && found.take(at(price, 0.0), price, 0.0) >= enough {
+        if price > 0.0 && found.take(at(price, 0.0, found.seconds), price, 0.0) >= enough {
             return enough;
         }
     }
     for busy in shares.iter().copied() {
         let price = found.price;
-        if found.take(at(price, busy), price, busy) >= enough {
+        if found.take(at(price, busy, found.seconds), price, busy) >= enough {
             return enough;
         }
     }
@@ -176,7 +184,7 @@ fn of_way(
         let nearby = [-step[1], step[1]].map(|by| (before.price, (before.busy + by).clamp(0.0, 1.0)));
         let nearby = nearby.into_iter().filter(|_| !shares.is_empty());
         for (price, busy) in prices.into_iter().chain(nearby).filter(|near| *near != (before.price, before.busy)) {
-            if found.take(at(price, busy), price, busy) >= enough {
+            if found.take(at(price, busy, found.seconds), price, busy) >= enough {
                 return enough;
             }
         }
@@ -238,6 +246,8 @@ struct Relaxed<'a, 'b> {
     latency: f64,
     /// See [`exchanged`].
     exchanged: f64,
+    /// What was chosen in each problem at the latest prices and shares, the last of them at the end.
+    chosen: VecDeque<Vec<Vec<usize>>>,
 }
 
 impl<'a, 'b> Relaxed<'a, 'b> {
@@ -259,7 +269,8 @@ impl<'a, 'b> Relaxed<'a, 'b> {
         let problems: Vec<_> = alike.values().map(problem).collect();
         let (quotes, latency) = (Vec::new(), sharing.latency);
         let exchanged = exchanged(prepared, placed);
-        let mut own = Self { prepared, placed, problems, quotes, latency, exchanged };
+        let chosen = VecDeque::new();
+        let mut own = Self { prepared, placed, problems, quotes, latency, exchanged, chosen };
         own.quote(sharing);
         own
     }
@@ -283,14 +294,48 @@ impl<'a, 'b> Relaxed<'a, 'b> {
 
     /// The least cost if a byte costs so many seconds.
     fn cost(&mut self, byte: f64) -> f64 {
-        let solved = self.problems.iter_mut().map(|(count, problem)| {
-            problem.reprice(byte);
-            *count * problem.graph.solve().bound
-        });
-        self.latency
-            + self.exchanged
-            + solved.sum::<f64>()
-            + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
+        self.reprice(byte);
+        self.solved(byte)
+    }
+
+    /// The bound at a price of so many seconds for a byte, of which so many are free; or less than `least`, if it is less
+    /// than that: what was the best before costs no less than the best, and often tells.
+    fn above(&mut self, byte: f64, free: f64, least: f64) -> f64 {
+        self.reprice(byte);
+        let bound = |cost: f64| scaled(self.placed, cost - byte * free);
+        let most = |chosen: &Vec<Vec<usize>>| {
+            let costs = self.problems.iter().zip(chosen).map(|((count, of), chosen)| count * of.graph.cost(chosen));
+            (1.0 + ROUNDING) * self.sum(costs.sum(), byte)
+        };
+        if self.chosen.iter().rev().any(|chosen| bound(most(chosen)) < least) {
+            return f64::NEG_INFINITY;
+        }
+        let cost = self.solved(byte);
+        scaled(self.placed, cost - byte * free)
+    }
+
+    fn reprice(&mut self, byte: f64) {
+        self.problems.iter_mut().for_each(|(_, problem)| problem.reprice(byte));
+    }
+
+    /// The least cost at the price that problems have.
+    fn solved(&mut self, byte: f64) -> f64 {
+        let (mut sum, mut chosen) = (0.0, Vec::with_capacity(self.problems.len()));
+        for (count, problem) in &self.problems {
+            let solution = problem.graph.solve();
+            sum += count * solution.bound;
+            chosen.push(solution.choices);
+        }
+        self.chosen.push_back(chosen);
+        if self.chosen.len() > MOST_CHOSEN {
+            self.chosen.pop_front();
+        }
+        self.sum(sum, byte)
+    }
+
+    /// What problems cost, with all else.
+    fn sum(&self, problems: f64, byte: f64) -> f64 {
+        self.latency + self.exchanged + problems + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
     }
 }
 
@@ -309,7 +354,7 @@ mod tests {
             for (from, rises) in [(1.0, 0.0), (1.0, 0.3), (0.5, 2.0), (0.9, 40.0)] {
                 let at = |price: f64| of(&[(from, rises), (2.0, -falls)], price);
                 let expected = PRICES.map(at).into_iter().fold(f64::NEG_INFINITY, f64::max);
-                let mut counted = |price: f64| {
+                let mut counted = |price: f64, _: f64| {
                     asked += 1;
                     at(price)
                 };
@@ -319,6 +364,6 @@ mod tests {
         }
         assert!(asked < 24 * 4, "{asked}");
         // What the first tells is enough.
-        assert_eq!(highest(&mut |price| if price == PRICES[TELLING] { 1.0 } else { f64::NAN }, 0.5).0, 1.0);
+        assert_eq!(highest(&mut |price, _| if price == PRICES[TELLING] { 1.0 } else { f64::NAN }, 0.5).0, 1.0);
     }
 }

@@ -23,19 +23,20 @@ pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InS
     if whole > limit {
         return whole;
     }
-    let of = |order: Order| {
+    let bound = lowest(orders).fold(f64::INFINITY, |bound, order| {
+        // The least of all counts, so no other need be tighter than that.
+        if bound <= whole {
+            return bound;
+        }
         relaxed.share(sharing.in_stages(order.filling(placed, limit), zero));
         let unit = free.map_or(0.0, |free| whole / free / scaled(placed, 1.0));
-        let mut at = |price: f64| {
-            let price = price * unit;
-            scaled(placed, relaxed.cost(price) - price * free.unwrap_or(0.0))
-        };
+        let mut at = |price: f64, least: f64| relaxed.above(price * unit, free.unwrap_or(0.0), least);
         if free.is_none() {
-            return at(0.0);
+            return bound.min(at(0.0, f64::NEG_INFINITY));
         }
-        highest(&mut at, limit).0
-    };
-    lowest(orders).map(of).fold(f64::INFINITY, f64::min).max(whole)
+        bound.min(highest(&mut at, limit.min(bound)).0)
+    });
+    bound.max(whole)
 }
 
 /// As [`least_in_stages`], with what the data ranks say to each other, for each way to share what is stored: one of `stored`,
