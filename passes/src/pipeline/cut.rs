@@ -39,6 +39,15 @@ struct Way {
     /// Where the last chunk begins, and which way leads there.
     from: usize,
     before: usize,
+    /// How many were added where it is before it was.
+    added: usize,
+}
+
+/// The ways to one place that nothing beats: the larger the sum, the smaller the largest.
+#[derive(Clone, Default)]
+struct Front {
+    ways: Vec<Way>,
+    added: usize,
 }
 
 /// The best cuts of `0..end` into so many chunks, and their objective; none if no cuts fit.
@@ -50,14 +59,14 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
     (0..end).for_each(|place| least[place + 1] = least[place] + segments.least(place));
     let enough = objective_of_equal(&least, chunks, further, segments) * (1.0 + ROUNDING);
     // Per number of chunks and place, the ways that nothing beats.
-    let mut ways: Vec<Vec<Vec<Way>>> = vec![vec![Vec::new(); end + 1]; chunks + 1];
-    ways[0][0].push(Way { sum: 0.0, largest: 0.0, from: 0, before: 0 });
+    let mut ways: Vec<Vec<Front>> = vec![vec![Front::default(); end + 1]; chunks + 1];
+    ways[0][0].insert(Way { sum: 0.0, largest: 0.0, from: 0, before: 0, added: 0 });
     for chunk in 0..chunks {
         for from in chunk..end {
-            if ways[chunk][from].is_empty() {
+            if ways[chunk][from].ways.is_empty() {
                 continue;
             }
-            let known = std::mem::take(&mut ways[chunk][from]);
+            let known = std::mem::take(&mut ways[chunk][from]).into_added();
             let shortest = known.iter().map(|way| way.sum).fold(f64::INFINITY, f64::min);
             let left = chunks - chunk - 1;
             for to in ends(from, end, left) {
@@ -71,22 +80,28 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
                     continue;
                 }
                 let (seconds, once) = (segments.seconds(chunk, from, to), segments.once(chunk, from, to));
+                // Of the ways whose chunks so far are all shorter than this one, that with the least sum beats the others.
+                let shorter = known.iter().filter(|way| way.largest <= seconds).map(|way| way.sum);
+                let least_sum = shorter.fold(f64::INFINITY, f64::min) + seconds + once;
                 for (before, way) in known.iter().enumerate() {
-                    let way = Way { sum: way.sum + seconds + once, largest: way.largest.max(seconds), from, before };
-                    if is_open(way.sum, way.largest) {
-                        insert(&mut ways[chunk + 1][to], way);
+                    let sum = way.sum + seconds + once;
+                    let is_beaten = way.largest <= seconds && sum > least_sum;
+                    let way = Way { sum, largest: way.largest.max(seconds), from, before, added: 0 };
+                    if !is_beaten && is_open(way.sum, way.largest) {
+                        ways[chunk + 1][to].insert(way);
                     }
                 }
             }
-            ways[chunk][from] = known;
+            ways[chunk][from].ways = known;
         }
     }
-    let found = ways[chunks][end].iter().min_by(|a, b| objective(a).total_cmp(&objective(b)))?;
+    let all = std::mem::take(&mut ways[chunks][end]).into_added();
+    let found = all.iter().min_by(|a, b| objective(a).total_cmp(&objective(b)))?;
     let mut cuts = Vec::with_capacity(chunks - 1);
     let mut way = *found;
     for chunk in (1..chunks).rev() {
         cuts.push(way.from);
-        way = ways[chunk][way.from][way.before];
+        way = ways[chunk][way.from].ways[way.before];
     }
     cuts.reverse();
     Some((objective(found), cuts))
@@ -134,13 +149,32 @@ fn objective_of_equal(least: &[f64], chunks: usize, further: f64, segments: &dyn
     best
 }
 
-/// Adds a way, unless one is known that is no worse in both; drops those that it beats.
-fn insert(ways: &mut Vec<Way>, way: Way) {
-    if ways.iter().any(|known| known.sum <= way.sum && known.largest <= way.largest) {
-        return;
+impl Front {
+    /// Adds a way, unless one is known that is no worse in both; drops those that it beats.
+    fn insert(&mut self, way: Way) {
+        let behind = self.ways.partition_point(|known| known.sum <= way.sum);
+        let before = self.ways[..behind].last();
+        if before.is_some_and(|known| known.largest <= way.largest) {
+            return;
+        }
+        let first = behind - usize::from(before.is_some_and(|known| known.sum == way.sum));
+        let beaten = self.ways[first..].partition_point(|known| known.largest >= way.largest);
+        let way = Way { added: self.added, ..way };
+        self.added += 1;
+        match beaten {
+            0 => self.ways.insert(first, way),
+            _ => {
+                self.ways[first] = way;
+                self.ways.drain(first + 1..first + beaten);
+            }
+        }
     }
-    ways.retain(|known| known.sum < way.sum || known.largest < way.largest);
-    ways.push(way);
+
+    /// The ways in the order in which they were added: of equals the first is taken.
+    fn into_added(mut self) -> Vec<Way> {
+        self.ways.sort_unstable_by_key(|way| way.added);
+        self.ways
+    }
 }
 
 #[cfg(test)]
@@ -199,6 +233,23 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// As if each way were weighed against all others, one after the other.
+        #[test]
+        fn a_front_has_what_nothing_beats_in_the_order_in_which_it_came(
+            ways in prop::collection::vec((0u32..12, 0u32..12), 0..40),
+        ) {
+            let (mut front, mut all): (Front, Vec<(f64, f64)>) = (Front::default(), Vec::new());
+            for (sum, largest) in ways.into_iter().map(|(sum, largest)| (f64::from(sum), f64::from(largest))) {
+                front.insert(Way { sum, largest, from: 0, before: 0, added: 0 });
+                if !all.iter().any(|known| known.0 <= sum && known.1 <= largest) {
+                    all.retain(|known| known.0 < sum || known.1 < largest);
+                    all.push((sum, largest));
+                }
+            }
+            let found: Vec<_> = front.into_added().iter().map(|way| (way.sum, way.largest)).collect();
+            prop_assert_eq!(found, all);
+        }
 
         #[test]
         fn cuts_are_the_best_of_all(
