@@ -137,9 +137,17 @@ impl Problem<'_> {
     /// A chunk by itself, found once: cuts are weighed against each other many times. The memory of several of a stage is
     /// known only when all are cut: until then as much is computed again as may be, with nothing moved for it.
     fn alone(&self, part: Part) -> Alone {
-        if let Some(known) = self.known.alone.borrow().get(&part) {
-            return *known;
+        // Everything about a chunk is asked at once.
+        if let Some((_, known)) = self.known.latest.get().filter(|(latest, _)| *latest == part) {
+            return known;
         }
+        let known = self.known.alone.borrow().get(&part).copied();
+        let alone = known.unwrap_or_else(|| self.weighed(part));
+        self.known.latest.set(Some((part, alone)));
+        alone
+    }
+
+    fn weighed(&self, part: Part) -> Alone {
         let ((chunk, ..), parts) = (part, [part]);
         let stage = self.stage_of(chunk);
         let has_one = self.tries.pipeline.per_stage == 1;

@@ -54,6 +54,8 @@ pub(super) struct Problem<'a> {
 pub(super) struct Known {
     /// Of chunks by themselves.
     pub alone: RefCell<FxHashMap<Part, Alone>>,
+    /// Of them, the one that was asked about last.
+    pub latest: Cell<Option<(Part, Alone)>>,
     /// Seconds of stages with some chunks.
     pub stages: RefCell<FxHashMap<Vec<Part>, f64>>,
     /// The level that the stage took which was asked about last: the others are much alike.
