@@ -209,26 +209,35 @@ impl<'a> Elimination<'a> {
     /// tables together would have more entries than this.
     fn order(&self, variables: Vec<usize>, most: usize) -> Option<Vec<usize>> {
         let mut neighbours = self.neighbours.clone();
-        let weight = |neighbours: &[Vec<usize>], variable: usize| {
-            neighbours[variable].iter().fold(1, |size: usize, other| size.saturating_mul(self.sizes[*other]))
+        let weight = |neighbours: &[usize]| {
+            neighbours.iter().fold(1, |size: usize, other| size.saturating_mul(self.sizes[*other]))
         };
+        // Per variable the entries that its table would have; none where it is not asked for, or gone.
+        let mut entries: Vec<Option<usize>> = vec![None; neighbours.len()];
+        variables.iter().for_each(|id| entries[*id] = Some(weight(&neighbours[*id])));
         let mut queue: BTreeSet<(usize, usize)> =
-            variables.into_iter().map(|id| (weight(&neighbours, id), id)).collect();
+            variables.into_iter().filter_map(|id| Some((entries[id]?, id))).collect();
         let (mut order, mut work) = (Vec::with_capacity(queue.len()), 0usize);
-        while let Some((entries, variable)) = queue.pop_first() {
-            work = work.saturating_add(entries.saturating_mul(self.sizes[variable]));
+        while let Some((own, variable)) = queue.pop_first() {
+            work = work.saturating_add(own.saturating_mul(self.sizes[variable]));
             if work > most {
                 return None;
             }
             order.push(variable);
+            entries[variable] = None;
             let around = std::mem::take(&mut neighbours[variable]);
-            let held: Vec<usize> =
-                around.iter().copied().filter(|id| queue.remove(&(weight(&neighbours, *id), *id))).collect();
             for id in &around {
                 neighbours[*id].retain(|other| *other != variable);
                 unite(&mut neighbours[*id], around.iter().filter(|other| *other != id));
+                if let Some(before) = entries[*id] {
+                    let after = weight(&neighbours[*id]);
+                    if after != before {
+                        queue.remove(&(before, *id));
+                        queue.insert((after, *id));
+                        entries[*id] = Some(after);
+                    }
+                }
             }
-            queue.extend(held.into_iter().map(|id| (weight(&neighbours, id), id)));
         }
         Some(order)
     }
