@@ -277,8 +277,12 @@ impl<'a, 'b> Pricer<'a, 'b> {
 
     /// What all nodes of a class cost under a strategy.
     pub fn quote(&self, class: usize, strategy: &Strategy) -> Quote {
+        self.quote_of(class, strategy, &self.placed.local(self.prepared, class, strategy))
+    }
+
+    /// The same where it is known what one of them is to a rank.
+    pub fn quote_of(&self, class: usize, strategy: &Strategy, local: &Local) -> Quote {
         let (prepared, cluster) = (self.prepared, self.placed.cluster);
-        let local = self.placed.local(prepared, class, strategy);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as f64;
         // Sums that products make: where something is converted between the two, [`Placed::apart`] is added. What else is
@@ -293,10 +297,10 @@ impl<'a, 'b> Pricer<'a, 'b> {
             Objective::Step(_) => {
                 let parameter = op.update().map(|_| local.operands[Update::PARAMETER]);
                 let cost = seconds + parameter.map_or(0.0, |bytes| self.reduction(bytes, strategy));
-                Quote { seconds: cost * count, ..self.memory(class, &local, seconds) }
+                Quote { seconds: cost * count, ..self.memory(class, local, seconds) }
             }
             Objective::Bound { beside, sharing, .. } => {
-                let quote = self.bound(class, (strategy, &local), seconds, sharing, beside);
+                let quote = self.bound(class, (strategy, local), seconds, sharing, beside);
                 // Ranks of an axis that holds copies store what they do not divide in parts as well.
                 let is_parted =
                     self.prepared.is_stored(class) && beside.axis.is_some_and(|axis| self.copies.contains(&axis));

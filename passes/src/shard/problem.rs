@@ -17,6 +17,7 @@
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, narrow, searched_axes};
 use super::layout::{Along, Extent, convert};
+use super::local::Local;
 use super::objective::{Objective, Pricer, Quote};
 use super::route::{self, Turning};
 use super::tensor::{Flow, Placed, Prepared};
@@ -27,6 +28,7 @@ use crate::threads::lock;
 use shardc_ir::{AxisId, Choice, Strategy, TensorType};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// Seconds by which a conversion before a view is taken to be dearer than one behind it, which all its readers may share.
 const BEFORE_VIEW: f64 = 1e-9;
@@ -59,6 +61,8 @@ pub(crate) struct Problem<'a, 'b> {
     /// The choices of each variable, and what their classes cost.
     pub domains: Vec<Vec<Choice>>,
     quotes: Vec<Vec<Vec<Quote>>>,
+    /// What they are to one rank, in the order in which it is asked what they cost.
+    locals: Vec<(Strategy, Arc<Local>)>,
     /// How many variables are classes' own.
     classes: usize,
     /// What variables pay for conversions between classes of their own.
@@ -125,6 +129,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             variable: vec![usize::MAX; placed.strategies.len()],
             domains: Vec::new(),
             quotes: Vec::new(),
+            locals: Vec::new(),
             classes: 0,
             within: Vec::new(),
             handed: BTreeMap::new(),
@@ -159,10 +164,20 @@ impl<'a, 'b> Problem<'a, 'b> {
     /// Asks what all classes cost.
     fn quote(&mut self) {
         self.quotes = self.domains[..self.classes].iter().map(|domain| vec![Vec::new(); domain.len()]).collect();
+        if self.locals.is_empty() {
+            for (class, variable) in self.variable.iter().enumerate() {
+                for choice in &self.domains[*variable] {
+                    let strategy = self.strategies[class].with(self.axis, *choice);
+                    let local = self.placed.local(self.prepared, class, &strategy);
+                    self.locals.push((strategy, local));
+                }
+            }
+        }
         let pricer = Pricer::new(self.prepared, self.placed, self.objective);
+        let mut locals = self.locals.iter();
         for (class, variable) in self.variable.iter().enumerate() {
-            for (quotes, choice) in self.quotes[*variable].iter_mut().zip(&self.domains[*variable]) {
-                quotes.push(pricer.quote(class, &self.strategies[class].with(self.axis, *choice)));
+            for (quotes, (strategy, local)) in self.quotes[*variable].iter_mut().zip(&mut locals) {
+                quotes.push(pricer.quote_of(class, strategy, local));
             }
         }
     }
