@@ -7,7 +7,8 @@
 //! minimizes the largest alone.)
 //!
 //! Most of them lead nowhere: chunks of one length, found by bisection of that length, are a bound, and what is left of
-//! the graph takes at least its own time, in chunks of which the largest is at least the mean (branch and bound).
+//! the graph takes at least its own time and that of its cuts, in chunks of which the largest is at least the mean (branch
+//! and bound).
 
 use std::ops::RangeInclusive;
 
@@ -23,6 +24,11 @@ pub trait Segments {
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool;
     /// The fewest seconds of one microbatch that what lies between a place and the next adds to any chunk.
     fn least(&self, place: usize) -> f64;
+    /// The fewest seconds of one microbatch that the cut in front of the chunk of this number adds to each chunk beside it,
+    /// wherever it is.
+    fn cut(&self, _chunk: usize) -> f64 {
+        0.0
+    }
 }
 
 /// How often the length of equal chunks is halved: to a part in ten thousand of the whole.
@@ -58,6 +64,11 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
     let mut least = vec![0.0; end + 1];
     (0..end).for_each(|place| least[place + 1] = least[place] + segments.least(place));
     let enough = objective_of_equal(&least, chunks, further, segments) * (1.0 + ROUNDING);
+    // What cuts add at the least: the one in front of each chunk to it, and all to what is behind that.
+    let inner = |chunk: usize| if chunk == 0 || chunk == chunks { 0.0 } else { segments.cut(chunk) };
+    let cut: Vec<f64> = (0..=chunks).map(inner).collect();
+    let mut behind = vec![0.0; chunks + 1];
+    (0..chunks).rev().for_each(|chunk| behind[chunk] = behind[chunk + 1] + cut[chunk] + cut[chunk + 1]);
     // Per number of chunks and place, the ways that nothing beats.
     let mut ways: Vec<Vec<Front>> = vec![vec![Front::default(); end + 1]; chunks + 1];
     ways[0][0].insert(Way { sum: 0.0, largest: 0.0, from: 0, before: 0, added: 0 });
@@ -69,8 +80,9 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
             let known = std::mem::take(&mut ways[chunk][from]).into_added();
             let shortest = known.iter().map(|way| way.sum).fold(f64::INFINITY, f64::min);
             let left = chunks - chunk - 1;
+            let cuts = cut[chunk] + cut[chunk + 1];
             for to in ends(from, end, left) {
-                let (own, rest) = (least[to] - least[from], least[end] - least[to]);
+                let (own, rest) = (cuts + least[to] - least[from], behind[chunk + 1] + least[end] - least[to]);
                 if shortest + own + further * own > enough {
                     break;
                 }
@@ -209,6 +221,11 @@ mod tests {
 
         fn least(&self, place: usize) -> f64 {
             self.seconds[place]
+        }
+
+        fn cut(&self, _: usize) -> f64 {
+            let inner = self.message.get(1..self.seconds.len()).unwrap_or_default();
+            inner.iter().copied().reduce(f64::min).unwrap_or_default()
         }
     }
 

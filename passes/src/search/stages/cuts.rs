@@ -36,6 +36,10 @@ impl Segments for Problem<'_> {
         let paces = self.agains.iter().flat_map(|again| &again.paces);
         paces.map(|pace| pace.sums.seconds(place, place + 1)).fold(f64::INFINITY, f64::min)
     }
+
+    fn cut(&self, chunk: usize) -> f64 {
+        self.lost_at_least(chunk)
+    }
 }
 
 impl Shares for Problem<'_> {
@@ -97,6 +101,10 @@ impl Segments for BetweenBlocks<'_> {
     fn least(&self, place: usize) -> f64 {
         self.0.least(place)
     }
+
+    fn cut(&self, chunk: usize) -> f64 {
+        self.0.cut(chunk)
+    }
 }
 
 /// Stages that are weighed as if some took longer.
@@ -117,6 +125,10 @@ impl Segments for Longer<'_> {
 
     fn least(&self, place: usize) -> f64 {
         self.problem.least(place)
+    }
+
+    fn cut(&self, chunk: usize) -> f64 {
+        self.problem.cut(chunk)
     }
 }
 

@@ -153,6 +153,15 @@ impl Problem<'_> {
         self.tries.mesh.message([chunk.saturating_sub(1), chunk].map(stage), self.line().passing(place))
     }
 
+    /// Seconds that kernels of a chunk, and of the one before it, lose at the least to what passes where it begins: to the
+    /// fewest bytes that pass anywhere.
+    pub fn lost_at_least(&self, chunk: usize) -> f64 {
+        let line = self.line();
+        let bytes = (1..line.places.len() - 1).map(|place| line.passing(place)).reduce(f64::min).unwrap_or_default();
+        let stage = |chunk: usize| self.tries.pipeline.stage_of(chunk as u32, self.tries.stages);
+        self.loss() * 2.0 * self.tries.mesh.message([chunk - 1, chunk].map(stage), bytes)
+    }
+
     /// Seconds that kernels of a chunk lose to its messages in a microbatch, both ways.
     pub fn lost(&self, (chunk, from, to): Part) -> f64 {
         self.loss() * 2.0 * (self.message(chunk, from) + self.message(chunk + 1, to))
