@@ -129,8 +129,9 @@ impl Prepared<'_> {
     /// microbatch of so many: the wire brings it beside them. Of a conversion that is issued where its reader stands they
     /// are gradients of weights, which nothing waits for.
     pub fn between(&self, of: &Conversion, microbatches: u64) -> impl Iterator<Item = usize> {
-        let is_own = |flow: &&Flow| flow.maker == of.maker && flow.result == of.result;
-        let flow = self.flows.iter().find(is_own).filter(|flow| of.is_early || flow.first == of.reader);
+        // Flows are in this order.
+        let own = self.flows.binary_search_by_key(&(of.maker, of.result), |flow| (flow.maker, flow.result));
+        let flow = own.ok().map(|index| &self.flows[index]).filter(|flow| of.is_early || flow.first == of.reader);
         let is_early = of.is_early;
         let runs =
             move |class: &usize| self.runs_between(*class, microbatches) && (is_early || self.is_gradient[*class]);
