@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 use shardc_ir::pipeline::Length;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId};
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::Rc;
 
 /// In how many units a plan says how long its longest part of a chunk takes.
@@ -56,6 +56,8 @@ pub(super) struct Known {
     pub alone: RefCell<FxHashMap<Part, Alone>>,
     /// Of them, the one that was asked about last.
     pub latest: Cell<Option<(Part, Alone)>>,
+    /// The fewest bytes that pass over any cut.
+    pub fewest: OnceCell<f64>,
     /// Seconds of stages with some chunks.
     pub stages: RefCell<FxHashMap<Vec<Part>, f64>>,
     /// The level that the stage took which was asked about last: the others are much alike.
@@ -156,8 +158,11 @@ impl Problem<'_> {
     /// Seconds that kernels of a chunk, and of the one before it, lose at the least to what passes where it begins: to the
     /// fewest bytes that pass anywhere.
     pub fn lost_at_least(&self, chunk: usize) -> f64 {
-        let line = self.line();
-        let bytes = (1..line.places.len() - 1).map(|place| line.passing(place)).reduce(f64::min).unwrap_or_default();
+        let fewest = || {
+            let line = self.line();
+            (1..line.places.len() - 1).map(|place| line.passing(place)).reduce(f64::min).unwrap_or_default()
+        };
+        let bytes = *self.known.fewest.get_or_init(fewest);
         let stage = |chunk: usize| self.tries.pipeline.stage_of(chunk as u32, self.tries.stages);
         self.loss() * 2.0 * self.tries.mesh.message([chunk - 1, chunk].map(stage), bytes)
     }
