@@ -12,6 +12,10 @@ const HIDDEN: f64 = -1e4;
 /// sees all of them by their scores; with the mask written out it would see all alike, or give no number.
 pub(crate) const LEAST: f64 = -3e4;
 
+/// The most elements of a head: products make the scores of larger ones faster than attention in one kernel does, where
+/// there is one at all (cuDNN's takes as many).
+const MOST_OF_HEAD: u64 = 256;
+
 /// Every such operation, by the node that makes its value.
 pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {
     let mut found = BTreeMap::new();
@@ -241,8 +245,9 @@ fn attention(graph: &Graph, given: &[bool], id: NodeId, second: &Matmul) -> Opti
         heads(graph, made.operands[1], &of_k, (lead1, sizes), [*t1, kinds.k[0]], true)?,
         heads(graph, v, &of_v, (lead, sizes), [*t, dims.n[0]], true)?,
     ];
+    let size = |heads: &Heads, dim: usize| heads.shape[heads.permutation[dim]];
     let (keys, values) = (&read[1], &read[2]);
-    if keys.shape[keys.permutation[2]] != values.shape[values.permutation[2]] {
+    if size(keys, 2) != size(values, 2) || size(keys, 3).max(size(values, 3)) > MOST_OF_HEAD {
         return None;
     }
     let [b, h] = APART;

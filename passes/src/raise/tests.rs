@@ -171,6 +171,19 @@ fn what_is_added_to_scores_becomes_a_bias_unless_it_is_learnt() {
     assert!(!added("parameter"));
 }
 
+/// No kernel holds the tiles of heads that are as large as this.
+#[test]
+fn attention_of_large_heads_stays_products() {
+    let single = |size: u64| {
+        let text = format!(
+            "%q: f32[2,3,{size}] = input \"q\"\n%s: f32[2,3,3] = matmul %q, %q {{spec=\"bsd,btd->bst\"}}\n\
+             %w: f32[2,3,3] = softmax %s\n%y: f32[2,3,{size}] = matmul %w, %q {{spec=\"bst,bte->bse\"}}"
+        );
+        ops(&raised(&text).0).contains(&"attention".to_string())
+    };
+    assert!(single(256) && !single(257));
+}
+
 #[test]
 fn transposes_go_into_contractions() {
     let (graph, _) = raised(
