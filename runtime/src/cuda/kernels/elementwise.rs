@@ -168,8 +168,7 @@ pub(super) fn combine(a: Elem<3>, b: Elem<3>, #[comptime] pair: Pair) -> Elem<3>
         Pair::Binary(BinaryKind::Mul) => a * b,
         Pair::Binary(BinaryKind::And) => a * b,
         Pair::Binary(BinaryKind::Div) => a / b,
-        // The quotient is rounded: of one beyond the integers that floats hold some divisors are left, which are taken
-        // away in turn; and what is left then may lie beyond either end by a rounding.
+        // Of rounded quotients beyond the integers some divisors are left; what is left then may lie beyond either end.
         Pair::Binary(BinaryKind::Rem) => {
             let most = fma((a / b).floor() * (zero - one), b, a);
             let rest = fma((most / b).floor() * (zero - one), b, most);
