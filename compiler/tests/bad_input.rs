@@ -488,3 +488,13 @@ fn flags_without_an_effect() {
     let said = check(&own, 2, &["it is no model's configuration", "save to a directory of its own"]);
     assert!(!said.contains("loss"), "{said}");
 }
+
+/// What `train` refuses is refused by `check` as well, whatever this machine has.
+#[test]
+fn clusters_that_do_not_train() {
+    check(&["check", "--cluster", "cpu:2x2"], 2, &["✓ CPU", "several hosts", "cpu:4"]);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("own.toml");
+    fs::write(&file, "device = \"cpu\"\nper_node = 2\nnodes = 1\n").unwrap();
+    check(&["check", "--cluster", text(&file)], 2, &["own.toml` cannot be run from here", "cpu:N"]);
+}

@@ -426,11 +426,6 @@ fn estimates_and_checks() {
     check(&["estimate", "llama-8b", "--device-memory", "8GX"], 2, &["--device-memory 8GX"]);
     check(&["check"], 0, &["✓ CPU"]);
     check(&["check", "--json"], 0, &["\"name\": \"CPU\""]);
-    check(&["check", "--cluster", "cpu:2x2"], 2, &["✓ CPU", "several hosts", "cpu:4"]);
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("own.toml");
-    std::fs::write(&file, "device = \"cpu\"\nper_node = 2\nnodes = 1\n").unwrap();
-    check(&["check", "--cluster", text(&file)], 2, &["own.toml` cannot be run from here", "cpu:N"]);
 }
 
 /// The last step is measured: the table names operations and kinds, the timeline has a span per instruction.
