@@ -59,8 +59,8 @@ pub fn fewer(
         options.pins = with_pins(&options.pins, [format!("pp={stages}")]);
     }
     let part = part(cluster, per_node, nodes);
-    let step = pipeline::step(&model.trace(batch)?, options.precision_on(&part), &options)?;
-    if !may_be_faster(&step, &part, &options, plan)? {
+    let graph = pipeline::step(&model.trace(batch)?, options.precision_on(&part), &options)?;
+    if !may_be_faster(&graph, &part, &options, plan)? {
         return Ok(None);
     }
     let step = match compile(model, batch, &part, &options) {

@@ -74,7 +74,8 @@ pub(crate) fn planned(key: &str, cluster: &Cluster) -> Result<Option<(Arc<World>
     Ok(Some((world, plan)))
 }
 
-fn is_cuda(cluster: &str) -> bool {
+/// Whether a cluster is of this machine's GPUs.
+pub(crate) fn is_cuda(cluster: &str) -> bool {
     cluster.split(':').next() == Some("cuda")
 }
 

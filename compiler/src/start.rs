@@ -115,7 +115,7 @@ impl Compiled {
     fn runtime(&self, world: &Arc<World>) -> Result<Box<dyn Runtime>, Error> {
         let cluster = Cluster::of(self.plan())?;
         check_cluster(&cluster)?;
-        if cluster.name.starts_with("cpu:") {
+        if !launch::is_cuda(&cluster.name) {
             return Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?));
         }
         // Before anything is lowered: what is missing is told at once.

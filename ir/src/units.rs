@@ -126,6 +126,11 @@ impl fmt::Display for Flops {
     }
 }
 
+/// The largest number that divides both; the other, if one of them is 0.
+pub fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
 /// So many of something: `1 node`, `2 nodes`.
 pub fn counted(count: u64, what: &str) -> String {
     if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }

@@ -221,9 +221,10 @@ fn explained(caught: Caught, operations: &[OperationIr], slots: &[Slot]) -> Stri
 }
 
 /// What a module does that needs numbers while there are none.
-const READS: &str = "it reads the numbers of a tensor (`into_data`, `into_scalar`, and in Burn `one_hot`, `mask_select`, `argwhere` and \
-     `nonzero`, some losses to check them), but nothing is computed while a model is traced: compute with the tensor \
-     itself, as with a mask in place of the elements that it selects, or `ids.equal(classes)` in place of `one_hot`";
+const READS: &str = "it reads the numbers of a tensor (`into_data`, `into_scalar`, and in Burn `one_hot`, \
+     `mask_select`, `argwhere` and `nonzero`, some losses to check them), but nothing is computed while a model is \
+     traced: compute with the tensor itself, as with a mask in place of the elements that it selects, or \
+     `ids.equal(classes)` in place of `one_hot`";
 
 /// Runs constructor and loss on a capture device.
 pub(super) fn capture<M: Module>(

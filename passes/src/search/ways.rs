@@ -15,6 +15,7 @@ use crate::cluster::Cluster;
 use crate::divisors::divisors;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::{Request, Scope};
+use shardc_ir::units::gcd;
 use shardc_ir::{Choice, FactorKind, Family, Feature, Op};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -277,10 +278,6 @@ fn ringed_heads(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<u64> {
     let outnumbered = |size: &&u64| is_free && **size > 1 && **size < cp && cp.is_multiple_of(**size);
     let heads: BTreeSet<u64> = sizes.iter().filter(outnumbered).copied().collect();
     heads.into_iter().collect()
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// Two near-equal axes of a degree, where it is large.

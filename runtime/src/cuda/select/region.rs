@@ -11,6 +11,7 @@ use crate::cuda::kernel::Kernel;
 use crate::cuda::kernels::pack::{PARTIAL_UNITS, partial_tile, sample, sum_partials};
 use crate::cuda::kernels::region::{Class, Joined, Port, Region, Spread, Step};
 use shardc_ir::ops::{Broadcast, Fused, FusedStep, Op, ReduceOp};
+use shardc_ir::units::gcd;
 use shardc_ir::{DType, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -411,11 +412,8 @@ impl Layout {
 
     /// Lets no launch begin within so many elements: what is spread begins again there, or goes on.
     fn keep_whole(&mut self, elements: u64) {
-        let (mut rest, mut common) = (elements.max(1), self.unit());
-        while rest > 0 {
-            (rest, common) = (common % rest, rest);
-        }
-        self.cut.per_unit = (self.cut.per_unit * (elements.max(1) / common)).min(self.cut.count);
+        let common = gcd(self.unit(), elements).max(1);
+        self.cut.per_unit = (self.cut.per_unit * (elements / common).max(1)).min(self.cut.count);
     }
 }
 
