@@ -11,7 +11,7 @@ use crate::fold::leaf_name;
 use serde::{Deserialize, Serialize};
 pub use shardc_ir::ops::STEP;
 use shardc_ir::ops::{Adamw, Affine, Binary, BinaryKind, Constant, Input, State, SumSquares, Total, Unary, UnaryKind};
-use shardc_ir::{DType, Graph, Node, Op, OutputKind, Role, TensorType, ValueId};
+use shardc_ir::{DType, Graph, Node, Op, Output, OutputKind, Role, TensorType, ValueId};
 use std::collections::BTreeSet;
 
 /// The name of the input that holds the learning rate of the step, an f32 scalar.
@@ -60,8 +60,8 @@ impl Default for OptimizerConfig {
 }
 
 /// Adds the inputs [`LEARNING_RATE`] and [`STEP`] (which the model may read already), the moments `NAME.m` and `NAME.v` of each
-/// parameter `NAME` with a gradient, and the updates. The outputs are then the scalar results of
-/// before (the loss), [`GRAD_NORM`], and the updates; what only other results needed is dropped.
+/// parameter `NAME` with a gradient, and the updates. The outputs are then the scalar results and the updates (running
+/// statistics) of before, [`GRAD_NORM`], and the updates; what only other results needed is dropped.
 ///
 /// # Errors
 /// If nothing is trained, an option is out of its range, or the model has something of a name that is added and it is
@@ -71,8 +71,7 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
     let Differentiated { mut graph, gradients, scale, .. } = differentiated;
     let OptimizerKind::AdamW { beta1, beta2, eps, weight_decay } = config.kind;
     let scalar = TensorType::scalar(DType::F32);
-    let scalars = graph.outputs.iter().filter(|output| graph.ty(output.value).elements() == 1).cloned().collect();
-    graph.outputs = scalars;
+    graph.outputs = kept(&graph).cloned().collect();
 
     let mut builder = Builder { graph: &mut graph, path: String::new() };
     let learning_rate = builder.add(Input { name: LEARNING_RATE.into() }, &[], std::slice::from_ref(&scalar))?;
@@ -107,6 +106,12 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
     graph.rebuild(|_, _, _| Ok(false)).map_err(PassError::ill_formed("add_optimizer"))
 }
 
+/// The outputs that stay: numbers, and what replaces a leaf.
+fn kept(graph: &Graph) -> impl Iterator<Item = &Output> {
+    let is_number = |output: &Output| graph.ty(output.value).elements() == 1;
+    graph.outputs.iter().filter(move |output| is_number(output) || output.kind != OutputKind::Result)
+}
+
 /// Refuses what has a name that the step gives: leaves are told apart by theirs, and so are outputs.
 fn check_names(differentiated: &Differentiated) -> Result<(), UserError> {
     let Differentiated { graph, gradients, .. } = differentiated;
@@ -121,10 +126,9 @@ fn check_names(differentiated: &Differentiated) -> Result<(), UserError> {
     let leaves = graph.leaves().map(|(value, node)| (leaf_name(&node.op), is_step(value, node)));
     let is_taken = |name: &str, is_step: bool| name == LEARNING_RATE || (name == STEP && !is_step) || is_moment(name);
     let leaf = leaves.filter(|(name, is_step)| is_taken(name, *is_step)).map(|(name, _)| name);
-    // Other results are dropped.
-    let outputs = graph.outputs.iter().filter(|output| graph.ty(output.value).elements() == 1);
-    let outputs = outputs.map(|output| &*output.name);
-    let output = outputs.filter(|name| *name == GRAD_NORM || updates.contains(*name) || is_moment(name));
+    let output = kept(graph)
+        .map(|output| &*output.name)
+        .filter(|name| *name == GRAD_NORM || updates.contains(*name) || is_moment(name));
     match leaf.chain(output).next() {
         Some(name) => Err(UserError::ReservedName { name: name.to_string() }),
         None => Ok(()),

@@ -116,8 +116,8 @@ pub(super) struct Captured {
     pub values: BTreeMap<TensorId, TensorData>,
     /// The parameters in the order of the module's fields.
     pub slots: Vec<Slot>,
-    /// The paths of batch normalizations that train.
-    pub norms: Vec<String>,
+    /// The paths of batch normalizations that train, each with the share of a batch in its running statistics.
+    pub norms: Vec<(String, f64)>,
     /// The inputs.
     pub inputs: Vec<(String, TensorType, TensorId)>,
     /// The results, the loss first.
@@ -132,7 +132,7 @@ struct Parameters {
     dropouts: Vec<(String, bool)>,
     noises: Vec<(String, bool)>,
     slopes: Vec<String>,
-    norms: Vec<String>,
+    norms: Vec<(String, bool)>,
     mistakes: Vec<String>,
 }
 
@@ -160,7 +160,7 @@ impl ModuleVisitor for Parameters {
         let (path, acts) = (self.path[..self.path.len().saturating_sub(1)].join("."), flag.is_enabled());
         match self.containers.last().map(String::as_str) {
             // Burn's batch normalization takes the statistics of the batch only under Burn's autodiff.
-            Some("Struct:BatchNorm") if acts => self.norms.push(path),
+            Some("Struct:BatchNorm") => self.norms.push((path, acts)),
             // What Burn's own layers draw at random they draw under Burn's autodiff alone, which capture does not have.
             Some("Struct:Dropout") => self.dropouts.push((path, acts)),
             Some("Struct:GaussianNoise") => self.noises.push((path, acts)),
@@ -186,23 +186,44 @@ fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     Param::from_mapped_value(id, stand_in, mapper).train().base().is_require_grad()
 }
 
-/// The paths of Burn's layers of a kind that would draw something, given all of them in order and whether they act.
-/// How strongly they do is a number that no visitor is told, so it is read from what the module prints of itself to its
-/// authors, the fields in the order in which they are visited (what it displays leaves out parts of Burn's own layers).
-fn silent(printed: &str, layer: &str, field: &str, layers: Vec<(String, bool)>) -> Vec<String> {
-    let opening = format!("{layer} {{ {field}: ");
+/// A number of each of Burn's layers of a kind, in the order in which layers are visited; `None` if they are not `count`.
+/// No visitor is told such numbers, so they are read from what the module prints of itself to its authors (what it
+/// displays leaves out parts of Burn's own layers).
+fn printed_numbers(printed: &str, layer: &str, field: &str, count: usize) -> Option<Vec<f64>> {
+    let (opening, field) = (format!("{layer} {{ "), format!(" {field}: "));
     let starts = printed.match_indices(&opening).filter(|(at, _)| {
         let before = printed[..*at].chars().next_back();
         !before.is_some_and(|letter| letter.is_alphanumeric() || letter == '_')
     });
-    let numbers: Vec<f64> = starts
-        .map(|(at, _)| &printed[at + opening.len()..])
-        .map(|rest| rest.split([',', ' ', '}']).next().unwrap_or_default().parse().unwrap_or(1.0))
-        .collect();
-    let is_told = numbers.len() == layers.len();
-    let draws = |index: usize| !is_told || numbers[index] > 0.0;
+    let number = |rest: &str| {
+        let at = rest.find(&field)? + field.len();
+        rest[at..].split([',', ' ', '}']).next()?.parse().ok()
+    };
+    let numbers = starts.map(|(at, _)| number(&printed[at..]).unwrap_or(f64::NAN));
+    let numbers: Vec<f64> = numbers.collect();
+    (numbers.len() == count && !numbers.iter().any(|number| number.is_nan())).then_some(numbers)
+}
+
+/// The paths of Burn's layers of a kind that would draw something, given all of them and whether they act.
+fn silent(printed: &str, layer: &str, field: &str, layers: Vec<(String, bool)>) -> Vec<String> {
+    let numbers = printed_numbers(printed, layer, field, layers.len());
+    let draws = |index: usize| numbers.as_ref().is_none_or(|numbers| numbers[index] > 0.0);
     let silent = layers.into_iter().enumerate().filter(|(index, (_, acts))| *acts && draws(*index));
     silent.map(|(_, (path, _))| path).collect()
+}
+
+/// The batch normalizations that train, with the share of a batch in their running statistics.
+fn trained_norms(printed: &str, norms: Vec<(String, bool)>) -> Result<Vec<(String, f64)>, String> {
+    let numbers = printed_numbers(printed, "BatchNorm", "momentum", norms.len());
+    let trained = norms.into_iter().enumerate().filter(|(_, (_, acts))| *acts);
+    let momentum = |index: usize, path: &str| match &numbers {
+        Some(numbers) => Ok(numbers[index]),
+        None => Err(format!(
+            "the momentum of the batch normalization `{path}` is not known, since `{{:?}}` of the module does not show it: \
+             derive `Debug` for the structs that hold it",
+        )),
+    };
+    trained.map(|(index, (path, _))| Ok((path.clone(), momentum(index, &path)?))).collect()
 }
 
 /// What a module did wrong, where, and after which layer: in the words of its author where Burn's are those of its
@@ -233,7 +254,7 @@ pub(super) fn capture<M: Module>(
 ) -> Result<Captured, TraceError> {
     let device = Device::capture();
     let (mut batch, mut parameters) = (Batch::new(&device), Parameters::default());
-    let (mut dropouts, mut noises) = (Vec::new(), Vec::new());
+    let (mut dropouts, mut noises, mut norms) = (Vec::new(), Vec::new(), Ok(Vec::new()));
     let mut panic = None;
     let captured = device.capture_scope(|scope| {
         // A module that is used wrongly panics inside Burn; its message is the user's error.
@@ -243,10 +264,11 @@ pub(super) fn capture<M: Module>(
                 model = model.to_device(&device);
             }
             model.visit(&mut parameters);
-            if !parameters.dropouts.is_empty() || !parameters.noises.is_empty() {
+            if !(parameters.dropouts.is_empty() && parameters.noises.is_empty() && parameters.norms.is_empty()) {
                 let printed = format!("{model:?}");
                 dropouts = silent(&printed, "Dropout", "prob", std::mem::take(&mut parameters.dropouts));
                 noises = silent(&printed, "GaussianNoise", "std", std::mem::take(&mut parameters.noises));
+                norms = trained_norms(&printed, std::mem::take(&mut parameters.norms));
             }
             let loss = loss(&model, &mut batch);
             match id!(loss.clone()) {
@@ -286,7 +308,7 @@ pub(super) fn capture<M: Module>(
         operations: captured.graph.operations,
         values: captured.values,
         slots: parameters.slots,
-        norms: parameters.norms,
+        norms: norms.map_err(TraceError::Module)?,
         inputs: batch.inputs,
         results: batch.results,
     })

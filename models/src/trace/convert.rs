@@ -9,7 +9,7 @@ use burn::backend::ir::{
 use burn::tensor::{TensorData, TensorId};
 use shardc_ir::ops::{BinaryKind, Distribution, Embedding, Input, Iota, LayerNorm, Matmul, Random, SAMPLE, STEP};
 use shardc_ir::{DType, HostTensor, TensorType, ValueId};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
 /// Converts operations one by one.
 pub(super) struct Converter<'a> {
@@ -27,8 +27,10 @@ pub(super) struct Converter<'a> {
     pub stream_name: String,
     /// The data of large tables.
     pub values: BTreeMap<String, HostTensor>,
-    /// The running means of batch normalizations that train.
-    pub trained_norms: HashSet<TensorId>,
+    /// Batch normalizations that train, by their running means, with the share of a batch in running statistics.
+    pub trained_norms: HashMap<TensorId, f64>,
+    /// Running statistics as a step leaves them.
+    pub statistics: BTreeMap<TensorId, ValueId>,
     /// What could not be converted.
     pub unsupported: Vec<Unsupported>,
     streams: Vec<u64>,
@@ -54,7 +56,8 @@ impl<'a> Converter<'a> {
             batch: None,
             stream_name: String::new(),
             values: BTreeMap::new(),
-            trained_norms: HashSet::new(),
+            trained_norms: HashMap::new(),
+            statistics: BTreeMap::new(),
             unsupported: Vec::new(),
             streams: Vec::new(),
             step: None,

@@ -169,11 +169,11 @@ fn forward_graph<'a>(
         inputs.contains(&tensor) || slots.names.contains_key(&tensor)
     });
     let operations: Vec<&OperationIr> = order.iter().map(|index| &captured.operations[*index]).collect();
-    let means = captured.slots.iter().filter(|slot| {
-        let path = slot.name.strip_suffix("running_mean").map(|path| path.trim_end_matches('.'));
-        path.is_some_and(|path| captured.norms.iter().any(|norm| norm == path))
+    let means = captured.slots.iter().filter_map(|slot| {
+        let path = slot.name.strip_suffix("running_mean").map(|path| path.trim_end_matches('.'))?;
+        captured.norms.iter().find(|(norm, _)| norm == path).map(|(_, momentum)| (slot.tensor, *momentum))
     });
-    converter.trained_norms = means.map(|slot| slot.tensor).collect();
+    converter.trained_norms = means.collect();
     // Some may have a row for each token of a sample.
     let sizes = || captured.inputs.iter().filter_map(|(_, ty, _)| ty.shape.first().copied());
     converter.batch = sizes().min().filter(|batch| *batch > 0 && sizes().all(|size| size.is_multiple_of(*batch)));
@@ -206,6 +206,10 @@ fn forward_graph<'a>(
     let unused = unused.collect();
     if converter.unsupported.is_empty() {
         declare_results(&mut converter, captured)?;
+        for (tensor, value) in std::mem::take(&mut converter.statistics) {
+            let name = &slots.names[&tensor];
+            converter.b.graph.output(name.clone(), value, OutputKind::Update(leaves[name]));
+        }
     }
     Ok((converter, unused))
 }

@@ -4,11 +4,11 @@
 //!
 //! What has no operation of ours is written out, so its layouts follow from the factor rules of what it is made of. An
 //! average is a sum over a split dimension or, where windows overlap, a convolution of each channel by itself. Batch
-//! normalization is sums and products: its statistics are those of the global batch, and running statistics are kept as
-//! they are.
+//! normalization is sums and products: its statistics are those of the global batch, which running statistics follow.
 
 use super::build::Built;
 use super::convert::Converter;
+use super::error::TraceError;
 use burn::backend::ir::{BatchNormOpIr, ModuleOperationIr, TensorIr};
 use shardc_ir::ValueId;
 use shardc_ir::ops::{BinaryKind, Convolution, ConvolutionTranspose, Literal, MaxPool, ReduceOp, UnaryKind, Window};
@@ -307,29 +307,48 @@ impl Converter<'_> {
 
     /// Batch normalization: while a model trains, by the statistics of the batch (Ioffe and Szegedy,
     /// "Batch normalization", 2015), with the biased variance, as Burn's layer computes them under its
-    /// autodiff. A layer that does not train has its given statistics.
+    /// autodiff; these go into its running statistics. A layer that does not train has its given statistics.
     fn batch_norm(&mut self, op: &BatchNormOpIr) -> Built {
         let (x, gamma, beta) = (self.value(&op.x)?, self.value(&op.gamma)?, self.value(&op.beta)?);
-        let (centred, variance) = if self.trained_norms.contains(&op.mean.id) {
+        let epsilon: f64 = op.epsilon.elem();
+        let (centred, variance) = if let Some(momentum) = self.trained_norms.get(&op.mean.id).copied() {
             let shape = self.b.shape(x);
             let dims: Vec<usize> = (0..shape.len()).filter(|dim| *dim != 1).collect();
             let each = shape[1] as f64 / self.b.ty(x).elements() as f64;
             let mean = self.mean(x, &dims, each)?;
             let centred = self.b.binary(BinaryKind::Sub, x, mean)?;
             let squares = self.b.binary(BinaryKind::Mul, centred, centred)?;
-            (centred, self.mean(squares, &dims, each)?)
+            let variance = self.mean(squares, &dims, each)?;
+            let variance = self.b.affine(variance, 1.0, epsilon)?;
+            self.remember(&op.mean, mean, 0.0, momentum)?;
+            self.remember(&op.variance, variance, epsilon, momentum)?;
+            (centred, variance)
         } else {
             let (mean, variance) = (self.value(&op.mean)?, self.value(&op.variance)?);
             let (mean, variance) = (self.per_channel(mean, x)?, self.per_channel(variance, x)?);
-            (self.b.binary(BinaryKind::Sub, x, mean)?, variance)
+            (self.b.binary(BinaryKind::Sub, x, mean)?, self.b.affine(variance, 1.0, epsilon)?)
         };
-        let variance = self.b.affine(variance, 1.0, op.epsilon.elem())?;
         let rate = self.b.unary(UnaryKind::Rsqrt, variance)?;
         let gamma = self.per_channel(gamma, x)?;
         let rate = self.b.binary(BinaryKind::Mul, rate, gamma)?;
         let scaled = self.b.binary(BinaryKind::Mul, centred, rate)?;
         let beta = self.per_channel(beta, x)?;
         self.b.binary(BinaryKind::Add, scaled, beta)
+    }
+
+    /// Moves a running statistic towards that of the batch, of which `more` is given, by the share `momentum` of what
+    /// they differ by. The batch's is read as the norm reads it, so that ranks add it up once.
+    fn remember(&mut self, running: &TensorIr, batch: ValueId, more: f64, momentum: f64) -> Result<(), TraceError> {
+        let before = match self.statistics.get(&running.id) {
+            Some(before) => *before,
+            None => self.value(running)?,
+        };
+        let batch = self.b.reshape(batch, &self.sizes(running))?;
+        let difference = self.b.binary(BinaryKind::Sub, batch, before)?;
+        let step = self.b.affine(difference, momentum, -momentum * more)?;
+        let after = self.b.binary(BinaryKind::Add, before, step)?;
+        self.statistics.insert(running.id, after);
+        Ok(())
     }
 
     /// The mean over dimensions, which are kept at size one.

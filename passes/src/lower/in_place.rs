@@ -1,7 +1,7 @@
 //! Results that may share the bytes of what they replace.
 //!
 //! * An update whose value is copied into its slot at the end of the step is made in the slot itself,
-//!   if nothing touches the slot in between (so `adamw` works in place, and a parameter is gathered
+//!   if nothing touches the slot in between (so `adamw` and running statistics work in place, and a parameter is gathered
 //!   straight into its slot);
 //! * an all-reduce works in place if nothing reads its operand afterwards;
 //! * so do operations that read each element before they write it: elementwise ones, and products that
@@ -103,17 +103,22 @@ fn update_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
     }
 }
 
-/// Whether an instruction may write its result `source` over its operand `target`: an update may, each
-/// result over the operand it replaces.
+/// Whether an instruction may write its result `source` over its operand `target`, which it reads once.
 fn works_in_place(draft: &Draft, instruction: &Instruction, source: StorageId, target: StorageId) -> bool {
     let Action::Compute(op) = &instruction.action else { return false };
-    let Some(update) = op.update() else { return false };
     let position = |buffers: &[BufferId], storage| {
         let mut found = buffers.iter().enumerate().filter(|(_, buffer)| draft.storage[**buffer] == storage);
         found.next().filter(|_| found.next().is_none()).map(|(index, _)| index)
     };
-    let replaced = position(&instruction.results, source).and_then(|result| update.replaced(result));
-    replaced.is_some() && replaced == position(&instruction.operands, target)
+    let (Some(result), Some(operand)) =
+        (position(&instruction.results, source), position(&instruction.operands, target))
+    else {
+        return false;
+    };
+    let [made, replaced] =
+        [instruction.results[result], instruction.operands[operand]].map(|buffer| &draft.buffers[buffer].ty);
+    let fits = made.shape == replaced.shape && made.bytes() == replaced.bytes();
+    fits && op.may_overwrite(operand, instruction.operands.len())
 }
 
 /// Where the buffers of a storage go: another storage, and how far from its first byte.
