@@ -20,7 +20,7 @@ use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::{Precision, lower_precision};
 use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
-use shardc_passes::search::{Exact, Pins, search_confirmed};
+use shardc_passes::search::{Exact, Pins, search_in_order};
 use shardc_passes::simulate::{Outline, exact};
 use shardc_passes::statistics::share_statistics;
 use shardc_passes::threads;
@@ -131,9 +131,9 @@ pub fn plan_step(
     // A winner is predicted by lowering it: its memory is what is allocated, its time what its programs take.
     let pins = Pins::parse(&options.pins)?;
     let target = target(cluster);
-    let confirm = |plan: &Plan| predicted(plan, cluster);
-    let search = || Ok(search_confirmed(graph, cluster, request, &pins, target, Some(&confirm))?);
-    let plan = Plan { cluster: cluster.to_value(), ..stage.run(Pass::Search, search)? };
+    let search = || Ok(search_in_order(graph, cluster, request, &pins, target, &predicted)?);
+    let (plan, cluster) = stage.run(Pass::Search, search)?;
+    let plan = Plan { cluster: cluster.to_value(), ..plan };
     stage.dump(Pass::Search, [&plan].into_iter())?;
     let plan = verify::plan(plan).map_err(|found| bug(Pass::Search, &found))?;
     if options.dump_to.is_some() {

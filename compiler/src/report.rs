@@ -5,6 +5,7 @@ use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Request, Scope, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, Family, Graph, Mesh, Node, NodeId, Op, OpDef, Plan, Target};
+use shardc_passes::cluster::Cluster;
 use shardc_passes::cost;
 use shardc_passes::lower::on_first_rank;
 use shardc_passes::search::{Pins, Undivided};
@@ -36,8 +37,10 @@ fn choice_text(plan: &Plan) -> String {
         seq => format!("{} of {}", counted(request.batch, "sequence"), counted(seq, "token")),
     };
     let mesh = if plan.mesh.axes.is_empty() { "one rank".to_string() } else { plan.mesh.to_string() };
+    let order = Cluster::of(plan).ok().and_then(|cluster| cluster.order());
+    let nodes = order.map(|order| format!("nodes    {order}, in the order of the ranks\n")).unwrap_or_default();
     format!(
-        "{} on {}: {batch} per step, {}\n\nplan     {}\nmesh     {mesh}\n",
+        "{} on {}: {batch} per step, {}\n\nplan     {}\nmesh     {mesh}\n{nodes}",
         request.model, request.cluster, request.precision, plan.choice
     )
 }

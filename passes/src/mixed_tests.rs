@@ -3,7 +3,7 @@
 use crate::allocate::memory;
 use crate::cluster::Cluster;
 use crate::lower::lower_all;
-use crate::search::{Pins, search, search_confirmed};
+use crate::search::{Pins, search, search_confirmed, search_in_order};
 use crate::search_tests::{SMALL, Sizes, llama};
 use crate::simulate::{Conditions, Simulated, predict, simulate};
 use shardc_ir::plan::{Prediction, Request, Scope};
@@ -131,6 +131,35 @@ fn pipelines_over_kinds_are_found_where_they_are_faster() {
     }
     let alike = confirmed(WIDE, &graph, &mixed, "pp=1").prediction.step.0;
     assert!(free < 0.75 * alike, "{free} and {alike}");
+}
+
+/// Which kind of nodes holds the first stages is a choice: the plan is as fast in whatever order the cluster says them, and
+/// says its own.
+#[test]
+fn the_order_of_the_kinds_is_a_choice() {
+    let graph = llama(WIDE, DType::Bf16);
+    let request = request(WIDE, Scope::All);
+    let confirm = |plan: &Plan, on: &Cluster| Ok(exact(plan, on).into());
+    let found = |parts: &[(&str, u64)], pins: &str| {
+        let pins = Pins::parse(pins).unwrap();
+        search_in_order(&graph, &cluster(parts), &request, &pins, &NoScratch, &confirm)
+            .map_err(|error| error.to_string())
+    };
+    let orders = [[("h200", 1), ("l40s", 1)], [("l40s", 1), ("h200", 1)]];
+    let [(one, on), (other, same)] = orders.map(|parts| found(&parts, "").unwrap());
+    assert_eq!((on.parts, one.prediction.step), (same.parts, other.prediction.step));
+    let said = |plan: &Plan| Pins::chosen(plan).parts;
+    let [kept, turned] = [&one, &other].map(|plan| said(plan).is_empty());
+    assert!(kept != turned, "{} and {}", one.choice, other.choice);
+    let (moved, parts) = if kept { (&other, orders[1]) } else { (&one, orders[0]) };
+    assert_eq!(said(moved), [2, 1]);
+    assert!(moved.alternatives.iter().any(|other| other.choice.contains("parts=1/2")), "{:?}", moved.alternatives);
+    let (again, _) = found(&parts, &moved.choice).unwrap();
+    assert_eq!(again.choice, moved.choice);
+    let (given, _) = found(&parts, "parts=1/2").unwrap();
+    assert!(given.prediction.step > moved.prediction.step, "{} and {}", given.choice, moved.choice);
+    let refused = found(&parts, "parts=1/2/3").unwrap_err();
+    assert!(refused.contains("c.toml has 2 parts"), "{refused}");
 }
 
 /// A stage takes the memory of its own devices: more where they have more, no more where they have less.

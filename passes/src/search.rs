@@ -16,7 +16,8 @@
 //! 5. `whole` and [`stages`]: plans without and with pipeline stages;
 //! 6. `enumerate`: all candidates;
 //! 7. `choose`: the choice among them by their programs;
-//! 8. `rounds`: plans of one stage, and pipelines.
+//! 8. `rounds`: plans of one stage, and pipelines;
+//! 9. `order`: which kind of nodes holds which stages.
 //!
 //! Three imports point up: `space` and `visit` name types and orders of `stages`, and `whole` asks `choose::overlap`
 //! whether layouts for chunks are worth finding. Beside the layers stand `away` (what lies away from the devices) and
@@ -31,6 +32,7 @@ mod enumerate;
 mod error;
 pub mod estimate;
 mod measure;
+mod order;
 mod paces;
 mod placed;
 mod rounds;
@@ -57,6 +59,7 @@ pub use choice::pins::{Pins, Recompute};
 pub use choose::build::{Confirm, Exact};
 pub use choose::undivided::Undivided;
 pub use error::PlanError;
+pub use order::search_in_order;
 pub use placed::fastest;
 pub use work::{Work, model_work};
 

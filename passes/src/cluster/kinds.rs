@@ -38,10 +38,19 @@ impl Cluster {
         if self.parts.is_empty() {
             return vec![0; self.ranks() as usize];
         }
-        let devices = self.devices();
-        let kind = |part: &Part| devices.iter().position(|device| **device == part.device).unwrap_or(0);
-        let of_part = |part: &Part| std::iter::repeat_n(kind(part), (part.nodes * self.per_node) as usize);
+        let of_node = |kind| std::iter::repeat_n(kind, self.per_node as usize);
+        self.kinds_of_nodes().into_iter().flat_map(of_node).collect()
+    }
+
+    /// The same of each node, where there are several parts.
+    fn kinds_of_nodes(&self) -> Vec<usize> {
+        let of_part = |part: &Part| std::iter::repeat_n(self.kind(part), part.nodes as usize);
         self.parts.iter().flat_map(of_part).collect()
+    }
+
+    /// The index of a part's device among [`Cluster::devices`].
+    fn kind(&self, part: &Part) -> usize {
+        self.devices().iter().position(|device| **device == part.device).unwrap_or(0)
     }
 
     /// Of each stage of a mesh, the kinds of its ranks' devices; of a mesh without stages, of all ranks.
@@ -119,12 +128,51 @@ impl Cluster {
         }
     }
 
+    /// The cluster with its parts in an order: by their numbers, from 1 on; `None` if these are not its parts.
+    pub fn in_order(&self, order: &[u64]) -> Option<Self> {
+        let part = |number: &u64| self.parts.get((*number as usize).checked_sub(1)?).cloned();
+        let parts = order.iter().map(part).collect::<Option<Vec<Part>>>()?;
+        (parts.len() == self.parts.len()).then(|| Self { parts, ..self.clone() })
+    }
+
+    /// The orders of its parts that differ in their kinds, other than the one in which they are: all of up to three parts,
+    /// of more the reverse. Where nodes lie in racks there is none, since a part has its own.
+    pub fn other_orders(&self) -> Vec<Vec<u64>> {
+        let count = self.parts.len() as u64;
+        if self.devices().len() < 2 || !self.levels.is_empty() {
+            return Vec::new();
+        }
+        let all: Vec<Vec<u64>> = match count {
+            2 => vec![vec![2, 1]],
+            3 => [[1, 3, 2], [2, 1, 3], [2, 3, 1], [3, 1, 2], [3, 2, 1]].map(Vec::from).to_vec(),
+            _ => vec![(1..=count).rev().collect()],
+        };
+        let mut seen = vec![self.kinds_of_nodes()];
+        let is_new = |order: &Vec<u64>| {
+            let kinds = order.iter().flat_map(|number| {
+                let part = &self.parts[*number as usize - 1];
+                std::iter::repeat_n(self.kind(part), part.nodes as usize)
+            });
+            let kinds: Vec<usize> = kinds.collect();
+            let is_new = !seen.contains(&kinds);
+            seen.push(kinds);
+            is_new
+        };
+        all.into_iter().filter(is_new).collect()
+    }
+
     /// What a cluster of several kinds of nodes has, and how it is planned; nothing for any other.
     pub fn mixture(&self) -> Option<String> {
         let part = |part: &Part| format!("{} of {}", counted(part.nodes, "node"), part.device.name);
         let parts: Vec<String> = self.parts.iter().map(part).collect();
         let how = "what devices of several kinds do together is planned at the pace of those that are slowest in it";
         (self.devices().len() > 1).then(|| format!("{}: {how}", parts.join(", ")))
+    }
+
+    /// In which order the kinds of nodes of a cluster come that has several.
+    pub fn order(&self) -> Option<String> {
+        let part = |part: &Part| format!("{} of {}", part.nodes, part.device.name);
+        (self.devices().len() > 1).then(|| self.parts.iter().map(part).collect::<Vec<_>>().join(", then "))
     }
 
     /// A cluster of one kind of nodes that no stage of a pipeline on this one is faster than.
@@ -173,7 +221,12 @@ mod tests {
         mesh.push(Family::Pipeline, 2);
         mesh.push(Family::Data, 8);
         assert_eq!(mixed.kinds_of_stages(&mesh), [0, 1].map(|_| BTreeSet::from([0, 1])));
+        assert_eq!(mixed.other_orders(), [vec![1, 3, 2], vec![2, 1, 3]]);
+        let turned = mixed.in_order(&[2, 1, 3]).unwrap();
+        assert_eq!(turned.parts.iter().map(|part| part.nodes).collect::<Vec<_>>(), [2, 1, 1]);
+        assert_eq!([mixed.in_order(&[2, 1]), mixed.in_order(&[1, 2, 3, 4])], [None, None]);
         let alike = cluster(&[("h100", 1), ("h100", 3)]);
+        assert_eq!(alike.other_orders(), Vec::<Vec<u64>>::new());
         assert_eq!((alike.devices().len(), alike.kinds_of_ranks(), alike.mixture()), (1, vec![0; 16], None));
     }
 

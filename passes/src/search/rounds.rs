@@ -190,6 +190,24 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
     }
 }
 
+/// The best pipeline of a space, if it is faster than what is known to take so many seconds.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn below(space: &Space<'_, '_>, confirm: Confirm<'_>, known: f64) -> Result<Option<Plan>, PlanError> {
+    if space.pipelines == Pipelines::Never {
+        return Ok(None);
+    }
+    let line = Line::new(space.prepared);
+    let space = &Space { line: Some(&line), is_bounded: true, ..*space };
+    let none = &Visited::new(space.away.room.device);
+    let round = Seen::new(space, none, known)?.chosen(space, Some(confirm), known)?;
+    match &round.chosen {
+        Chosen::Best { .. } => told(round, space, None).map(Some),
+        Chosen::Slower { .. } => Ok(None),
+    }
+}
+
 /// Whether a plan of a space is estimated to take less than so many seconds and to fit.
 ///
 /// # Errors

@@ -111,6 +111,13 @@ fn positive(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Each of some numbers from 1 on, once.
+fn order(text: &str) -> Result<Vec<u64>, String> {
+    let order = text.split('/').map(positive).collect::<Result<Vec<u64>, String>>()?;
+    let is_whole = (1..=order.len() as u64).all(|number| order.contains(&number));
+    is_whole.then_some(order).ok_or_else(|| format!("`{text}` does not number each part once, as 2/1 does"))
+}
+
 fn flag(text: &str) -> Result<bool, String> {
     match text {
         "0" => Ok(false),
@@ -161,6 +168,9 @@ pub struct Pins {
     pub offload: Option<Offload>,
     /// The same of each stage of a pipeline; empty if it is open.
     pub stage_offload: Vec<Offload>,
+    /// The kinds of nodes of the cluster, each by its number, from 1 on, in the order in which they hold the stages; empty if
+    /// it is open.
+    pub parts: Vec<u64>,
 }
 
 impl Pins {
@@ -222,9 +232,11 @@ impl Pins {
             "keep_casts" => self.keep_casts = Some(flag(value)?),
             "offload" => self.offload = Some(Offload::parse(value)?),
             "stage_offload" => self.stage_offload = value.split('/').map(Offload::parse).collect::<Result<_, _>>()?,
+            "parts" => self.parts = order(value)?,
             _ => {
                 let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, in_flight, delayed, zero, \
-                             microbatch, recompute, stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
+                             microbatch, recompute, stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload, \
+                             parts";
                 return Err(format!("unknown pin `{name}`; known are {known}"));
             }
         }
@@ -553,6 +565,10 @@ mod tests {
         check("pp=1,stage_offload=optimizer", "pp=1 has none; pin offload instead");
         check("pp=2,stage_offload=none/weights", "`weights` is none of none, optimizer");
         check("pp=2,offload=none,stage_offload=none/none", "`offload=none`: stage_offload says it of each stage");
+        check("parts=2/1/3", "parts: [2, 1, 3]");
+        check("parts=2/2", "`2/2` does not number each part once");
+        check("parts=3/1", "`3/1` does not number each part once");
+        check("parts=l40s", "`l40s` is not a whole number");
     }
 
     #[test]
