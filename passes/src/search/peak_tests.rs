@@ -4,7 +4,7 @@ use super::choice::degrees::Degrees;
 use super::choice::pins::Recompute;
 use super::estimate::Shape;
 use super::estimate::copies::Keeping;
-use super::estimate::liveness::{Gradients, Liveness, Peak};
+use super::estimate::liveness::{Gradients, Life, Liveness, Peak};
 use super::estimate::recompute::Selected;
 use super::placed::place_batch;
 use crate::cluster::Cluster;
@@ -63,6 +63,33 @@ fn with_one_bias() -> Graph {
     add_optimizer(differentiate(&graph, "loss").unwrap(), &OptimizerConfig::default()).unwrap()
 }
 
+/// What is held while a block is made again at a node, beside what the backward pass reads of it: by all that lives at each
+/// node of its forward pass.
+fn made_again(liveness: &Liveness<'_>, selected: &Selected<'_>, at: usize) -> u64 {
+    let lives = liveness.of;
+    let is_made = |block: Option<u64>, class: usize| {
+        block.is_some_and(|block| selected.is_again(block, class) && lives.start(block) == Some(at))
+    };
+    let again = lives.lives.iter().filter(|life| is_made(life.block, life.class));
+    let spans = again.flat_map(|life| liveness.held(life, selected).map(|(bytes, span)| (life, bytes, span)));
+    let spans: Vec<_> = spans.filter(|(_, _, span)| span.is_some_and(|(from, _)| from == at)).collect();
+    let ends = |life: &Life| {
+        let in_place = life.given == Some(life.last_forward);
+        (if in_place { life.last_forward - 1 } else { life.last_forward }).max(life.made)
+    };
+    let beside = |position: usize| {
+        let (mut here, mut lasting) = (0, 0);
+        for (life, bytes, span) in &spans {
+            let is_lasting = span.is_some_and(|(_, to)| to > at);
+            lasting += if is_lasting { *bytes } else { 0 };
+            here += if life.made <= position && (is_lasting || position <= ends(life)) { *bytes } else { 0 };
+        }
+        let runs = lives.runs.iter().filter(|run| run.position == position && is_made(run.block, run.class));
+        (here + runs.map(|run| liveness.scratch[run.class]).max().unwrap_or(0)).saturating_sub(lasting)
+    };
+    (0..lives.positions).map(beside).max().unwrap_or(0)
+}
+
 /// The peak by all that lives at each node.
 fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients, keeping: Option<Keeping<'_>>) -> Peak {
     let lives = liveness.of;
@@ -73,7 +100,14 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
     let peak = |at: usize| {
         let is_there = |(from, to): (usize, usize)| from <= at && at <= to;
         let values = lives.lives.iter().filter(|life| !(life.is_term && of.is_in_place(true)));
-        let held = values.flat_map(|life| liveness.held(life, selected));
+        // What is made again and read there alone does not stay.
+        let is_brief = |life: &Life, (from, to): (usize, usize)| {
+            let start = life.block.filter(|of| selected.is_again(*of, life.class)).and_then(|of| lives.start(of));
+            from == to && start == Some(from)
+        };
+        let held = values.flat_map(|life| {
+            liveness.held(life, selected).into_iter().filter(|(_, span)| !span.is_some_and(|span| is_brief(life, span)))
+        });
         let here = held.filter(|(_, span)| span.is_some_and(is_there));
         let activations: u64 = here.map(|(bytes, _)| bytes).sum();
         let (mut gradients, mut passing) = (0, 0);
@@ -88,11 +122,9 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
                 passing += (terms * bytes).saturating_sub(kept);
             }
         }
-        let runs = lives.runs.iter().filter(|run| {
-            let again = run.block.filter(|block| selected.is_again(*block, run.class));
-            run.position == at || again.and_then(|block| lives.start(block)) == Some(at)
-        });
+        let runs = lives.runs.iter().filter(|run| run.position == at);
         let scratch = runs.map(|run| liveness.scratch[run.class]).max().unwrap_or(0);
+        let scratch = scratch.max(made_again(liveness, selected, at));
         let here = || copies.iter().filter(|lived| is_there((lived.from, lived.to)));
         let bytes = |is_dropped: bool| here().filter(|of| of.is_dropped == is_dropped).map(|of| of.bytes).sum::<u64>();
         let ordered = here().filter(|lived| lived.is_ordered).map(|lived| lived.bytes).max().unwrap_or(0);

@@ -36,6 +36,9 @@ use std::cell::LazyCell;
 /// within a node as well.
 const SHOWN: f64 = 0.125;
 
+/// How many times its room the nearest plan may need, if pipelines are to be lowered whose estimates do not fit.
+const LITTLE: f64 = 1.25;
+
 /// What is estimated in a round.
 struct Seen {
     candidates: Vec<Candidate>,
@@ -88,11 +91,15 @@ impl Seen {
         if meshes.is_empty() {
             return Ok(Self { candidates, visited });
         }
-        candidates.retain(|candidate| !meshes.contains(&candidate.degrees));
         let mut again = visited.fork();
         match seen(&Space { meshes: Some(&meshes), ..*space }, &mut again) {
-            Err(error) if error.is_refusal() => {}
-            found => candidates.extend(found?),
+            // What was found before is all there is.
+            Err(error) if error.is_refusal() && !candidates.is_empty() => {}
+            found => {
+                let found = found?;
+                candidates.retain(|candidate| !meshes.contains(&candidate.degrees));
+                candidates.extend(found);
+            }
         }
         visited.join(again);
         sort(&mut candidates);
@@ -184,7 +191,17 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
         (None | Some(Err(_)), Some(Ok(found))) => told(found, &staged(), None),
         (Some(Ok(one)), Some(Ok(other))) if one.step() <= other.step() => told(one, &whole, Some((other, &staged()))),
         (Some(Ok(one)), Some(Ok(other))) => told(other, &staged(), Some((one, &whole))),
-        (Some(Err(one)), Some(Err(other))) => Err(nearer(one, other)),
+        (Some(Err(one)), Some(Err(other))) => {
+            let error = nearer(one, other);
+            // Of pipelines that do not fit by their estimates, the programs of some may.
+            let lacks_little = error.filled().is_some_and(|filled| filled <= LITTLE);
+            let staged = Space { with_unfit: true, ..staged() };
+            let found = || Seen::new(&staged, none, f64::INFINITY)?.chosen(&staged, confirm, f64::INFINITY);
+            match lacks_little.then(found) {
+                Some(Ok(found)) => told(found, &staged, None),
+                _ => Err(error),
+            }
+        }
         (Some(Err(error)), _) | (None, Some(Err(error))) => Err(error),
         (None, None) => Err(PlanError::Bug("a space without plans of one stage and without pipelines".to_string())),
     }

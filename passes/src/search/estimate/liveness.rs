@@ -2,7 +2,8 @@
 //!
 //! Nodes run in the order of the graph. A value lives from its node to its last reader, through
 //! views of it. Where a block is computed again, its values live once in the forward pass, up to
-//! their last reader there, and again from the start of the block's backward pass. A gradient that is read
+//! their last reader there, and again from the start of the block's backward pass, what that reads to its last reader and the
+//! rest while the block is made again. A gradient that is read
 //! behind the loop lives from its node to the end; with several microbatches its accumulator lives through all of them. A
 //! node's scratch memory lives as long as the node runs, and again where it is computed again.
 
@@ -25,19 +26,19 @@ pub(in crate::search) struct Life {
     /// The class that makes it, and which of its results it is.
     pub(in crate::search) class: usize,
     pub(in crate::search) result: usize,
-    made: usize,
+    pub(in crate::search) made: usize,
     /// Its last reader.
     last: usize,
     /// Its last reader in the forward pass.
-    last_forward: usize,
+    pub(in crate::search) last_forward: usize,
     /// Its first reader behind the forward pass.
     first_backward: usize,
     /// Its block, if recomputation may drop it in between.
-    block: Option<u64>,
+    pub(in crate::search) block: Option<u64>,
     /// Its readers in the forward passes of blocks, which may be recomputed: the block, and the class.
     readers: Vec<(u64, usize)>,
     /// The last reader, if its result is written in place of this value.
-    given: Option<usize>,
+    pub(in crate::search) given: Option<usize>,
     /// Whether linear operations make a gradient of it: a sum of terms, a cast.
     pub(in crate::search) is_term: bool,
 }

@@ -7,7 +7,7 @@
 //! whatever the other blocks do. So the peak of a choice is found in a walk over the pieces alone, to which the moves of
 //! its blocks are added.
 
-use super::{Gradient, Gradients, Liveness, Lives, Peak, Run};
+use super::{Gradient, Gradients, Life, Liveness, Lives, Peak, Run};
 use crate::search::estimate::copies::{Keeping, Lived};
 use crate::search::estimate::recompute::Selected;
 use crate::threads::lock;
@@ -54,7 +54,7 @@ impl Pieces {
             own.dependents(lives, copy.blocks()).into_iter().for_each(|of| of.copies.push(index));
         }
         for (index, run) in lives.runs.iter().enumerate() {
-            // Scratch memory of what is computed again counts where the backward pass starts.
+            // What is computed again, with its scratch memory, counts where the backward pass starts.
             let start = run.block.and_then(|block| lives.start(block));
             turns.extend(start.into_iter().flat_map(|start| [start, start + 1]));
             own.dependents(lives, run.block.into_iter()).into_iter().for_each(|of| of.runs.push(index));
@@ -87,26 +87,34 @@ impl Moves {
     /// Those of values and scratch memory that depend on what is selected.
     fn of_values(liveness: &Liveness<'_>, dependents: &Dependents, selected: &Selected<'_>) -> Self {
         let (lives, none) = (liveness.of, Selected::default());
-        let mut changes = Changes::default();
+        let (mut changes, mut again) = (Changes::default(), Again::default());
         for life in dependents.lives.iter().map(|index| &lives.lives[*index]) {
             let [now, before] = [selected, &none].map(|selected| liveness.held(life, selected));
-            if now != before {
-                for (sign, held) in [(1, now), (-1, before)] {
-                    let spans = held.into_iter().filter_map(|(bytes, span)| Some((bytes, span?)));
-                    spans.for_each(|(bytes, (from, to))| changes.add(sign * bytes as i64, from, to));
+            if now == before {
+                continue;
+            }
+            let spans = |held: Held| held.into_iter().filter_map(|(bytes, span)| Some((bytes, span?)));
+            spans(before).for_each(|(bytes, (from, to))| changes.add(-(bytes as i64), from, to));
+            let start = life.block.filter(|block| selected.is_again(*block, life.class)).and_then(|of| lives.start(of));
+            for (bytes, (from, to)) in spans(now) {
+                if start == Some(from) {
+                    again.make(life, bytes, to > from);
+                }
+                if start != Some(from) || to > from {
+                    changes.add(bytes as i64, from, to);
                 }
             }
         }
-        let mut moves = changes.moves(&lives.pieces);
-        for Run { class, block, .. } in dependents.runs.iter().map(|index| &lives.runs[*index]) {
-            let again = block.filter(|block| selected.is_again(*block, *class)).and_then(|block| lives.start(block));
-            if let Some(start) = again {
-                // Nodes that are computed again run one after the other.
-                let most = moves.scratch.map_or(0, |(_, bytes)| bytes);
-                moves.scratch = Some((lives.pieces.of[start], liveness.scratch[*class].max(most)));
+        let mut turn = None;
+        for Run { class, block, position } in dependents.runs.iter().map(|index| &lives.runs[*index]) {
+            let start = block.filter(|block| selected.is_again(*block, *class)).and_then(|block| lives.start(block));
+            if start.is_some() {
+                turn = start;
+                again.scratch.push((*position, liveness.scratch[*class]));
             }
         }
-        moves
+        let scratch = turn.map(|start| (lives.pieces.of[start], again.beside()));
+        Self { scratch, ..changes.moves(&lives.pieces) }
     }
 
     /// Those of copies of parameters that are kept like this.
@@ -125,6 +133,56 @@ impl Moves {
             }
         }
         changes.moves(&lives.pieces)
+    }
+}
+
+/// What is held of a value, and of its copy.
+type Held = [(u64, Option<(usize, usize)>); 4];
+
+/// What a block makes again, in the order of its forward pass, by whose positions it is: all of it runs where the block's
+/// backward pass starts.
+#[derive(Debug, Default)]
+struct Again {
+    /// What is made, and what ends with its last reader there.
+    changes: Vec<(usize, i64)>,
+    /// What the backward pass reads of it.
+    lasting: i64,
+    scratch: Vec<(usize, u64)>,
+}
+
+impl Again {
+    /// Adds bytes of a value, which the backward pass reads or not.
+    fn make(&mut self, life: &Life, bytes: u64, is_lasting: bool) {
+        self.changes.push((life.made, bytes as i64));
+        if is_lasting {
+            self.lasting += bytes as i64;
+            return;
+        }
+        // What is written in its place counts for it.
+        let end = life.last_forward + usize::from(life.given != Some(life.last_forward));
+        self.changes.push((end.max(life.made + 1), -(bytes as i64)));
+    }
+
+    /// The most that is held while it runs beside all that lasts, scratch memory included.
+    fn beside(mut self) -> u64 {
+        self.changes.sort_unstable();
+        self.scratch.sort_unstable();
+        let mut scratch = self.scratch.iter().peekable();
+        let (mut held, mut most) = (0, 0);
+        for (at, position) in self.changes.iter().enumerate() {
+            held += position.1;
+            // Of what changes at one position, what ends comes first.
+            let next = self.changes.get(at + 1).map_or(usize::MAX, |next| next.0);
+            if next == position.0 {
+                continue;
+            }
+            let mut beside = 0;
+            while let Some((_, bytes)) = scratch.next_if(|(run, _)| *run < next) {
+                beside = beside.max(*bytes as i64);
+            }
+            most = most.max(held + beside - self.lasting);
+        }
+        most.max(0) as u64
     }
 }
 
