@@ -77,7 +77,7 @@ fn unequal_stages_take_what_is_planned_where_room_is_least() {
     let parts = ["h100", "a100-40"].map(|device| format!("[[parts]]\ndevice = \"{device}\"\nnodes = 1\n"));
     for (per_node, batch) in [("2", "8"), ("10", "40")] {
         fs::write(&cluster, format!("per_node = {per_node}\n{}", parts.concat())).unwrap();
-        let pin = "pp=2,schedule=gpipe,tp=1,zero=0,microbatch=1";
+        let pin = "pp=2,schedule=gpipe,tp=1,zero=0,microbatch=1,parts=1/2";
         let args = ["plan", "llama-tiny", "--cluster", text(&cluster), "--batch", batch, "--seq", "128", "--pin", pin];
         check(&[&args[..], &["-o", text(&plan)]].concat(), 0, &["of 35.25 GiB"]);
         let json = shardc(&["explain", text(&plan), "--json"]).stdout;
