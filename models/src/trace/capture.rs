@@ -197,11 +197,10 @@ fn printed_numbers(printed: &str, layer: &str, field: &str, count: usize) -> Opt
     });
     let number = |rest: &str| {
         let at = rest.find(&field)? + field.len();
-        rest[at..].split([',', ' ', '}']).next()?.parse().ok()
+        rest[at..].split([',', ' ', '}']).next()?.parse().ok().filter(|number: &f64| !number.is_nan())
     };
-    let numbers = starts.map(|(at, _)| number(&printed[at..]).unwrap_or(f64::NAN));
-    let numbers: Vec<f64> = numbers.collect();
-    (numbers.len() == count && !numbers.iter().any(|number| number.is_nan())).then_some(numbers)
+    let numbers: Option<Vec<f64>> = starts.map(|(at, _)| number(&printed[at..])).collect();
+    numbers.filter(|numbers| numbers.len() == count)
 }
 
 /// The paths of Burn's layers of a kind that would draw something, given all of them and whether they act.

@@ -39,18 +39,15 @@ impl Cluster {
             return vec![0; self.ranks() as usize];
         }
         let of_node = |kind| std::iter::repeat_n(kind, self.per_node as usize);
-        self.kinds_of_nodes().into_iter().flat_map(of_node).collect()
+        self.kinds_of_nodes(&self.parts).into_iter().flat_map(of_node).collect()
     }
 
-    /// The same of each node, where there are several parts.
-    fn kinds_of_nodes(&self) -> Vec<usize> {
-        let of_part = |part: &Part| std::iter::repeat_n(self.kind(part), part.nodes as usize);
-        self.parts.iter().flat_map(of_part).collect()
-    }
-
-    /// The index of a part's device among [`Cluster::devices`].
-    fn kind(&self, part: &Part) -> usize {
-        self.devices().iter().position(|device| **device == part.device).unwrap_or(0)
+    /// The same of each node of some of its parts.
+    fn kinds_of_nodes<'a>(&self, parts: impl IntoIterator<Item = &'a Part>) -> Vec<usize> {
+        let devices = self.devices();
+        let kind = |part: &Part| devices.iter().position(|device| **device == part.device).unwrap_or(0);
+        let of_part = |part: &Part| std::iter::repeat_n(kind(part), part.nodes as usize);
+        parts.into_iter().flat_map(of_part).collect()
     }
 
     /// Of each stage of a mesh, the kinds of its ranks' devices; of a mesh without stages, of all ranks.
@@ -147,13 +144,9 @@ impl Cluster {
             3 => [[1, 3, 2], [2, 1, 3], [2, 3, 1], [3, 1, 2], [3, 2, 1]].map(Vec::from).to_vec(),
             _ => vec![(1..=count).rev().collect()],
         };
-        let mut seen = vec![self.kinds_of_nodes()];
+        let mut seen = vec![self.kinds_of_nodes(&self.parts)];
         let is_new = |order: &Vec<u64>| {
-            let kinds = order.iter().flat_map(|number| {
-                let part = &self.parts[*number as usize - 1];
-                std::iter::repeat_n(self.kind(part), part.nodes as usize)
-            });
-            let kinds: Vec<usize> = kinds.collect();
+            let kinds = self.kinds_of_nodes(order.iter().map(|number| &self.parts[*number as usize - 1]));
             let is_new = !seen.contains(&kinds);
             seen.push(kinds);
             is_new

@@ -8,7 +8,7 @@
 //!   add to a summand.
 
 use super::draft::{Draft, StorageId};
-use shardc_ir::ops::OpDef;
+use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, SecondaryMap};
 use std::collections::BTreeSet;
@@ -115,10 +115,14 @@ fn works_in_place(draft: &Draft, instruction: &Instruction, source: StorageId, t
     else {
         return false;
     };
-    let [made, replaced] =
-        [instruction.results[result], instruction.operands[operand]].map(|buffer| &draft.buffers[buffer].ty);
+    may_replace(draft, op, (&instruction.operands, operand), instruction.results[result])
+}
+
+/// Whether a result of an operation may be written over one of the operands.
+fn may_replace(draft: &Draft, op: &Op, (operands, position): (&[BufferId], usize), result: BufferId) -> bool {
+    let [made, replaced] = [result, operands[position]].map(|buffer| &draft.buffers[buffer].ty);
     let fits = made.shape == replaced.shape && made.bytes() == replaced.bytes();
-    fits && op.may_overwrite(operand, instruction.operands.len())
+    fits && op.may_overwrite(position, operands.len())
 }
 
 /// Where the buffers of a storage go: another storage, and how far from its first byte.
@@ -183,9 +187,8 @@ fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
                 }
                 let count = item.instruction.operands.len();
                 let free = |(position, operand): &(usize, &BufferId)| {
-                    let (from, other) = (draft.storage[**operand], &draft.buffers[**operand].ty);
-                    let fits =
-                        other.shape == ty.shape && other.bytes() == ty.bytes() && op.may_overwrite(*position, count);
+                    let from = draft.storage[**operand];
+                    let fits = may_replace(draft, op, (&item.instruction.operands, *position), *result);
                     let dies = accesses.get(from).last() == Some(&here) && accesses.get(from).first() != Some(&here);
                     // As another operand it may be read when the result is written: of `x + a @ x`, the second `x`.
                     let is_read_so = |(at, other): (usize, &BufferId)| {

@@ -7,11 +7,11 @@
 
 use super::choice::pins::Pins;
 use super::choose::build::{Confirm, Exact};
-use super::choose::outcome::{TOLD, slower};
+use super::choose::outcome::add_runner_up;
 use super::error::PlanError;
 use super::{prepared, rounds, search_confirmed, within};
 use crate::cluster::Cluster;
-use shardc_ir::plan::{Alternative, Prediction, Request};
+use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
 use shardc_ir::{Graph, Plan, Target};
 
@@ -96,10 +96,6 @@ fn beside(mut plan: Plan, other: Plan, first: &[u64]) -> Plan {
     search.lowered += other.search.lowered;
     search.meshes += other.search.meshes;
     search.pruned += other.search.pruned;
-    let Prediction { step, memory, .. } = &other.prediction;
-    let reason = slower(&other.prediction, &plan.prediction);
-    plan.alternatives.truncate(TOLD - 1);
-    plan.alternatives.push(Alternative { choice: other.choice, step: *step, memory: memory.total(), reason });
-    plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
+    add_runner_up(&mut plan, other.choice, &other.prediction, "");
     plan
 }

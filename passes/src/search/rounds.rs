@@ -20,7 +20,7 @@
 
 use super::candidate::{Candidate, sort};
 use super::choose::build::Confirm;
-use super::choose::outcome::{TOLD, slower, stopped};
+use super::choose::outcome::{add_runner_up, stopped};
 use super::choose::{Chosen, choose, seen};
 use super::enumerate;
 use super::error::PlanError;
@@ -28,7 +28,7 @@ use super::space::{Pipelines, Space};
 use super::stages::line::Line;
 use super::visit::Visited;
 use crate::cost::model_flops;
-use shardc_ir::plan::{Alternative, Prediction};
+use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Choice, Plan, Seconds};
 use std::cell::LazyCell;
 
@@ -114,6 +114,11 @@ struct Round {
 }
 
 impl Round {
+    /// Of a space, beside a plan that is known to take so many seconds.
+    fn new(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, known: f64) -> Result<Self, PlanError> {
+        Seen::new(space, &Visited::new(space.away.room.device), known)?.chosen(space, confirm, known)
+    }
+
     /// No plan of its meshes that fits is estimated to take less; the best may be one whose estimate does not fit.
     /// A bound of `enough` seconds need not be any tighter.
     fn bound(&self, space: &Space<'_, '_>, enough: f64) -> Result<Option<f64>, PlanError> {
@@ -181,8 +186,7 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
                 (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short).then_some(f64::INFINITY),
                 (Pipelines::Too | Pipelines::Alone, _) => Some(f64::INFINITY),
             };
-            let of_staged = |known| Seen::new(&staged(), none, known)?.chosen(&staged(), confirm, known);
-            (of_whole, known.map(of_staged))
+            (of_whole, known.map(|known| Round::new(&staged(), confirm, known)))
         }
     };
     match (of_whole, of_staged) {
@@ -196,9 +200,9 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
             // Of pipelines that do not fit by their estimates, the programs of some may.
             let lacks_little = error.filled().is_some_and(|filled| filled <= LITTLE);
             let staged = Space { with_unfit: true, ..staged() };
-            let found = || Seen::new(&staged, none, f64::INFINITY)?.chosen(&staged, confirm, f64::INFINITY);
-            match lacks_little.then(found) {
+            match lacks_little.then(|| Round::new(&staged, confirm, f64::INFINITY)) {
                 Some(Ok(found)) => told(found, &staged, None),
+                Some(Err(error @ PlanError::Bug(_))) => Err(error),
                 _ => Err(error),
             }
         }
@@ -217,8 +221,7 @@ pub(super) fn below(space: &Space<'_, '_>, confirm: Confirm<'_>, known: f64) -> 
     }
     let line = Line::new(space.prepared);
     let space = &Space { line: Some(&line), is_bounded: true, ..*space };
-    let none = &Visited::new(space.away.room.device);
-    let round = Seen::new(space, none, known)?.chosen(space, Some(confirm), known)?;
+    let round = Round::new(space, Some(confirm), known)?;
     match &round.chosen {
         Chosen::Best { .. } => told(round, space, None).map(Some),
         Chosen::Slower { .. } => Ok(None),
@@ -315,25 +318,18 @@ fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_
         search.pruned = visited().map(Visited::pruned).sum();
     }
     if let Some((other, _)) = other {
-        let lost = |choice: String, of: &Prediction, estimated: &str| {
-            let reason = format!("{estimated}{}", slower(of, &plan.prediction));
-            Alternative { choice, step: of.step, memory: of.memory.total(), reason }
-        };
-        let lost = match other.chosen {
+        match other.chosen {
             Chosen::Best { plan: other, .. } => {
                 plan.search.candidates += other.search.candidates;
                 plan.search.lowered += other.search.lowered;
-                Some(lost(other.choice.clone(), &other.prediction, ""))
+                add_runner_up(&mut plan, other.choice.clone(), &other.prediction, "");
             }
             Chosen::Slower { fastest, candidates } => {
                 plan.search.candidates += candidates;
-                fastest.map(|of| lost(of.choice(), &of.prediction, "estimated: "))
+                if let Some(of) = fastest {
+                    add_runner_up(&mut plan, of.choice(), &of.prediction, "estimated: ");
+                }
             }
-        };
-        if let Some(lost) = lost {
-            plan.alternatives.truncate(TOLD - 1);
-            plan.alternatives.push(lost);
-            plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
         }
     }
     Ok(plan)

@@ -10,7 +10,7 @@ use crate::search::error::PlanError;
 use crate::search::space::{Pipelines, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, Family, Feature, Seconds};
+use shardc_ir::{Bytes, Family, Feature, Plan, Seconds};
 
 /// What a pipeline may be pinned to, for which values are not chosen one by one.
 const LEANER: &str = "pin recompute=selective or recompute=block, or more loss_chunks";
@@ -29,7 +29,7 @@ fn wider(space: &Space<'_, '_>, is_staged: bool) -> Option<String> {
 }
 
 /// Runners-up that are told of.
-pub(in crate::search) const TOLD: usize = 12;
+const TOLD: usize = 12;
 
 /// What came of the candidates. Those that were lowered have their exact predictions.
 pub(in crate::search) struct Told<'a> {
@@ -152,7 +152,7 @@ fn needs(prediction: &Prediction) -> String {
 }
 
 /// By how much a plan is slower, and what makes it so.
-pub(in crate::search) fn slower(prediction: &Prediction, winner: &Prediction) -> String {
+fn slower(prediction: &Prediction, winner: &Prediction) -> String {
     let percent = 100.0 * (prediction.step.0 / winner.step.0 - 1.0);
     let parts = [
         ("communication", prediction.exposed_communication, winner.exposed_communication),
@@ -168,6 +168,14 @@ pub(in crate::search) fn slower(prediction: &Prediction, winner: &Prediction) ->
         }
         _ => "as fast, and less simple".to_string(),
     }
+}
+
+/// Adds a plan that lost to the runners-up of another; of one that was not lowered, `estimated` says so.
+pub(in crate::search) fn add_runner_up(plan: &mut Plan, choice: String, lost: &Prediction, estimated: &str) {
+    let reason = format!("{estimated}{}", slower(lost, &plan.prediction));
+    plan.alternatives.truncate(TOLD - 1);
+    plan.alternatives.push(Alternative { choice, step: lost.step, memory: lost.memory.total(), reason });
+    plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
 }
 
 fn parts(memory: &Memory) -> [(&'static str, Bytes); 5] {

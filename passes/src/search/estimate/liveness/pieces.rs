@@ -7,7 +7,7 @@
 //! whatever the other blocks do. So the peak of a choice is found in a walk over the pieces alone, to which the moves of
 //! its blocks are added.
 
-use super::{Gradient, Gradients, Life, Liveness, Lives, Peak, Run};
+use super::{Gradient, Gradients, Life, Liveness, Lives, Peak, Run, again};
 use crate::search::estimate::copies::{Keeping, Lived};
 use crate::search::estimate::recompute::Selected;
 use crate::threads::lock;
@@ -87,7 +87,7 @@ impl Moves {
     /// Those of values and scratch memory that depend on what is selected.
     fn of_values(liveness: &Liveness<'_>, dependents: &Dependents, selected: &Selected<'_>) -> Self {
         let (lives, none) = (liveness.of, Selected::default());
-        let (mut changes, mut again) = (Changes::default(), Again::default());
+        let (mut changes, mut made) = (Changes::default(), Again::default());
         for life in dependents.lives.iter().map(|index| &lives.lives[*index]) {
             let [now, before] = [selected, &none].map(|selected| liveness.held(life, selected));
             if now == before {
@@ -95,10 +95,10 @@ impl Moves {
             }
             let spans = |held: Held| held.into_iter().filter_map(|(bytes, span)| Some((bytes, span?)));
             spans(before).for_each(|(bytes, (from, to))| changes.add(-(bytes as i64), from, to));
-            let start = life.block.filter(|block| selected.is_again(*block, life.class)).and_then(|of| lives.start(of));
+            let start = life.made_again(lives, selected);
             for (bytes, (from, to)) in spans(now) {
                 if start == Some(from) {
-                    again.make(life, bytes, to > from);
+                    made.make(life, bytes, to > from);
                 }
                 if start != Some(from) || to > from {
                     changes.add(bytes as i64, from, to);
@@ -107,13 +107,13 @@ impl Moves {
         }
         let mut turn = None;
         for Run { class, block, position } in dependents.runs.iter().map(|index| &lives.runs[*index]) {
-            let start = block.filter(|block| selected.is_again(*block, *class)).and_then(|block| lives.start(block));
+            let start = block.and_then(|block| again(lives, selected, block, *class));
             if start.is_some() {
                 turn = start;
-                again.scratch.push((*position, liveness.scratch[*class]));
+                made.scratch.push((*position, liveness.scratch[*class]));
             }
         }
-        let scratch = turn.map(|start| (lives.pieces.of[start], again.beside()));
+        let scratch = turn.map(|start| (lives.pieces.of[start], made.beside()));
         Self { scratch, ..changes.moves(&lives.pieces) }
     }
 
