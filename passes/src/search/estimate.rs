@@ -95,8 +95,8 @@ pub struct Shape<'a> {
     peaks: Mutex<BTreeMap<(Recompute, u64, usize), Peak>>,
     /// What peaks are found from.
     profiles: Mutex<BTreeMap<(u64, usize), Profile>>,
-    /// Whether the mesh has stages.
-    is_staged: bool,
+    /// The stages of the mesh.
+    stages: u64,
     /// The largest copy made for one conversion: in stages, of those in the loop, since all else is done before the
     /// first microbatch is held.
     largest_copy: u64,
@@ -121,7 +121,8 @@ impl<'a> Shape<'a> {
         loss_chunks: u64,
         meshes: &[Mesh],
     ) -> Self {
-        let is_staged = placed.mesh.degree(Family::Pipeline) > 1;
+        let stages = placed.mesh.degree(Family::Pipeline);
+        let is_staged = stages > 1;
         let copies = conversions.iter().filter(|of| !is_staged || is_in_pass(prepared, placed, of));
         let largest = |of: &dyn Fn(&Conversion) -> bool| {
             copies.clone().filter(|conversion| of(conversion)).map(|of| of.bytes as u64).max().unwrap_or(0)
@@ -152,7 +153,7 @@ impl<'a> Shape<'a> {
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             peaks: Mutex::default(),
             profiles: Mutex::default(),
-            is_staged,
+            stages,
             largest_copy: largest(&|_| true),
             head_copy: largest(&|_| true) - largest(&|of| !is_of_head(of.maker) && !is_of_head(of.reader)),
             microbatches: placed.microbatches,
@@ -183,6 +184,9 @@ impl<'a> Shape<'a> {
         }
         shape.add_chunks(placed);
         shape.liveness.staging = shape.staging(conversions);
+        if !is_staged && shape.storages[0].ranks() > 1 {
+            shape.liveness.waiting = [shape.block_gradient, shape.waiting_in_loop(1)];
+        }
         shape
     }
 
@@ -216,6 +220,13 @@ impl<'a> Shape<'a> {
                 self.copies[class].communication += seconds / members;
             }
         }
+    }
+
+    /// The most bytes of gradients that wait on one of so many stages where they are reduced in the loop: two buckets, of
+    /// which one fills while one is reduced. A large gradient is a bucket by itself.
+    fn waiting_in_loop(&self, stages: u64) -> u64 {
+        let whole = self.storages[0].gradients.whole as u64 / stages;
+        whole.min(2 * self.block_gradient.max(BUCKET as u64))
     }
 
     /// Adds what the nodes of the head take longer in chunks than whole: products of fewer tokens, a start for each, and

@@ -110,9 +110,10 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
         });
         let here = held.filter(|(_, span)| span.is_some_and(is_there));
         let activations: u64 = here.map(|(bytes, _)| bytes).sum();
-        let (mut gradients, mut passing) = (0, 0);
+        let (mut gradients, mut passing, mut behind) = (0, 0, 0);
         for gradient in lives.gradients.iter().filter(|gradient| gradient.made <= at) {
             let bytes = liveness.sizes[gradient.class][gradient.result];
+            behind += if gradient.made < at { bytes } else { 0 };
             let kept = (bytes as f64 * of.kept()) as u64;
             gradients += kept;
             // What is reduced to parts is whole until the next node runs.
@@ -122,9 +123,18 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
                 passing += (terms * bytes).saturating_sub(kept);
             }
         }
+        // No more waits, or is reduced, than is there.
+        let [sums, whole, others] = liveness.staging;
+        let (most_reduced, most_waiting) = match of {
+            Gradients::Kept(_) => (others, liveness.waiting[0]),
+            Gradients::Added { is_reduced: true } => (whole, liveness.waiting[1]),
+            Gradients::Added { is_reduced: false } => (0, 0),
+        };
+        gradients += behind.min(most_waiting);
         let runs = lives.runs.iter().filter(|run| run.position == at);
         let scratch = runs.map(|run| liveness.scratch[run.class]).max().unwrap_or(0);
         let scratch = scratch.max(made_again(liveness, selected, at));
+        let scratch = scratch + sums + behind.min(most_reduced.saturating_sub(sums));
         let here = || copies.iter().filter(|lived| is_there((lived.from, lived.to)));
         let bytes = |is_dropped: bool| here().filter(|of| of.is_dropped == is_dropped).map(|of| of.bytes).sum::<u64>();
         let ordered = here().filter(|lived| lived.is_ordered).map(|lived| lived.bytes).max().unwrap_or(0);
@@ -176,6 +186,8 @@ proptest! {
             *grown = *size / 4 * (bytes() % 4);
         });
         liveness.scratch.iter_mut().for_each(|scratch| *scratch = bytes());
+        liveness.staging = [0; 3].map(|_| 4 * bytes());
+        liveness.waiting = [0; 2].map(|_| 4 * bytes());
         let is_divided = |class: usize| prepared.is_parameter[class] && divided >> (class % 64) & 1 == 1;
         let part = |class: usize| is_divided(class).then_some((2, class % 2));
         let parts: Vec<_> = (0..prepared.rules.len()).map(part).collect();

@@ -216,6 +216,8 @@ pub struct Liveness<'a> {
     /// Bytes of scratch memory of collectives that add: of sums between nodes, of reductions of whole gradients, and of
     /// those that are not made in parts.
     pub(in crate::search) staging: [u64; 3],
+    /// The most bytes of gradients that wait to be reduced to parts: where that is done once, and in every microbatch.
+    pub(in crate::search) waiting: [u64; 2],
     /// What changes where blocks are computed again.
     pub(in crate::search) known: Mutex<Known>,
 }
@@ -457,6 +459,7 @@ impl<'a> Liveness<'a> {
             in_terms,
             in_parts: Vec::new(),
             staging: [0; 3],
+            waiting: [0; 2],
             known: Mutex::default(),
         }
     }

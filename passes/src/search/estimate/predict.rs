@@ -1,6 +1,6 @@
 //! What a candidate takes, by the sums of its [`Shape`]: memory and time.
 
-use super::beside::{BUCKET, Shown, Times, Traffic};
+use super::beside::{Shown, Times, Traffic};
 use super::liveness::Gradients;
 use super::recompute::Selected;
 use super::{Shape, Work};
@@ -30,28 +30,27 @@ impl Shape<'_> {
             let accumulators = if zero >= 2 { reduced } else { whole };
             let is_reduced = zero >= 2 && is_shared;
             let peak = self.peak(recompute, Gradients::Added { is_reduced }, index, zero);
-            // In the loop, two buckets wait: one fills while one is reduced. A large gradient is a bucket by itself.
-            let waiting = if is_reduced { whole.min(2 * self.block_gradient.max(BUCKET as u64)) } else { 0 };
             // Copies that live through the step: what is made of parameters, and gathered parameters.
             let bare = if zero >= 1 { storage.bare } else { 0.0 };
             let copies = if zero == 3 { storage.copied.part } else { storage.copied.whole + bare };
-            (peak, stay(accumulators) + waiting, copies)
+            (peak, stay(accumulators) + peak.gradients, copies)
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
             let peak = self.peak(recompute, Gradients::Kept((1.0 - left) * kept), index, zero);
-            // A gradient is whole until it is reduced.
-            let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
             let on_its_way = on_its_way(if zero >= 1 { reduced } else { whole });
-            (peak, peak.gradients + waiting + on_its_way, 0.0)
+            (peak, peak.gradients + on_its_way, 0.0)
         };
         // Stages reduce behind the loop, when its activations are gone, what they do not reduce in it.
-        let bucket = if is_shared && (!self.is_staged || zero >= 2) { self.bucket(whole) } else { 0 };
+        let is_staged = self.stages > 1;
+        let bucket = if is_shared && (!is_staged || zero >= 2) { self.bucket(whole) } else { 0 };
+        // However few of the gradients are a stage's, as many wait on it to be reduced.
+        let waiting = if is_shared && is_staged && zero >= 2 { self.waiting_in_loop(self.stages) } else { 0 };
         Memory {
             parameters: Bytes((storage.parameters.under(zero) + copies) as u64 + peak.copies),
             gradients: Bytes(gradients),
             optimizer: Bytes(storage.state.under(zero) as u64),
             activations: Bytes(peak.activations),
-            buffers: Bytes(peak.gathered + bucket + self.largest_copy + peak.scratch + self.around.staged()),
+            buffers: Bytes(peak.gathered + bucket + waiting + self.largest_copy + peak.scratch + self.around.staged()),
             reserved: Bytes(0),
         }
     }

@@ -240,12 +240,23 @@ pub struct Profile {
     scratch: Vec<u64>,
     /// Where that is.
     at: Vec<usize>,
-    /// The bytes of gradients that stay beside the sums, up to there.
+    /// The bytes of gradients that stay beside the sums, or wait to be reduced, up to there.
     gradients: Vec<u64>,
-    /// Bytes of scratch memory of collectives, and from where on they are held.
-    staging: [(u64, usize); 2],
+    /// Those of scratch memory of collectives.
+    staging: Vec<u64>,
     /// The moves of copies of parameters.
     copies: Known,
+}
+
+/// Bytes of collectives that add gradients.
+#[derive(Debug, Default)]
+struct Staging {
+    /// Scratch memory of sums between nodes, which may be anywhere.
+    sums: u64,
+    /// The most scratch memory that reductions need beside that.
+    reductions: u64,
+    /// The most of gradients that wait to be reduced.
+    waiting: u64,
 }
 
 impl Liveness<'_> {
@@ -265,20 +276,28 @@ impl Liveness<'_> {
                 span.into_iter().for_each(|(from, to)| add(bytes, from, to));
             }
         }
-        let kept = |gradient: &Gradient| (self.sizes[gradient.class][gradient.result] as f64 * of.kept()) as u64;
+        let Staging { sums, reductions, waiting } = self.staging(of);
+        add(sums, 0, *positions);
+        // Behind what has been made of gradients so far, as much waits and is reduced as there is.
+        let size = |gradient: &Gradient| self.sizes[gradient.class][gradient.result];
+        let kept = |gradient: &Gradient| (size(gradient) as f64 * of.kept()) as u64;
+        let mut made = 0;
         for gradient in gradients {
+            let before = made;
+            made += size(gradient);
+            for most in [reductions, waiting] {
+                add(made.min(most) - before.min(most), gradient.made + 1, *positions);
+            }
             add(kept(gradient), gradient.made, *positions);
             // It is whole where it is made, and that of a head in chunks is there a second time while it is added up.
             let terms = if self.in_terms.contains(&gradient.class) { 2 } else { 1 };
             let is_part = of.is_parted() && self.in_parts.contains(&gradient.class);
             let whole = if is_part || of.is_in_place(gradient.adds_itself) { 0 } else { terms };
-            let bytes = whole * self.sizes[gradient.class][gradient.result];
+            let bytes = whole * size(gradient);
             // What ranks reduce to parts is whole until then, when what it was made of is not there any more.
             let end = gradient.made + usize::from(of.is_reduced() && whole > 0);
             add(bytes.saturating_sub(kept(gradient)), gradient.made, end);
         }
-        let staging = self.staging(of);
-        staging.iter().for_each(|(bytes, from)| add(*bytes, *from, *positions));
         for (copy, keeping) in keeping.iter().flat_map(|keeping| self.of.copies().all().iter().map(|of| (of, *keeping)))
         {
             copy.lived(self.of.copies(), &self.sizes, &none, keeping, &mut |of| add(of.bytes, of.from, of.to));
@@ -286,25 +305,39 @@ impl Liveness<'_> {
         for run in runs {
             scratch[run.position] = self.scratch[run.class].max(scratch[run.position]);
         }
-        let mut profile = Profile { staging, ..Profile::new(pieces, &change, &scratch) };
-        let mut made = gradients.iter().peekable();
-        let mut sum = 0;
+        let mut profile = Profile::new(pieces, &change, &scratch);
+        let [mut staying, mut behind] = [gradients.iter().peekable(), gradients.iter().peekable()];
+        let (mut sum, mut made) = (0, 0);
         for at in &profile.at {
-            while let Some(gradient) = made.next_if(|gradient| gradient.made <= *at) {
+            while let Some(gradient) = staying.next_if(|gradient| gradient.made <= *at) {
                 sum += kept(gradient);
             }
-            profile.gradients.push(sum);
+            while let Some(gradient) = behind.next_if(|gradient| gradient.made < *at) {
+                made += size(gradient);
+            }
+            profile.gradients.push(sum + made.min(waiting));
+            profile.staging.push(sums + made.min(reductions));
         }
         profile
     }
 
-    /// Scratch memory of collectives that add, and from where on it is there: of sums between nodes always, and of
-    /// reductions in the loop from behind the first gradient on.
-    fn staging(&self, of: Gradients) -> [(u64, usize); 2] {
+    /// What collectives that add take beside what they add.
+    fn staging(&self, of: Gradients) -> Staging {
         let [sums, whole, others] = self.staging;
-        let reductions = if of.is_parted() { others } else { whole };
-        let first = self.of.gradients.first().filter(|_| !of.is_in_place(true)).map(|first| first.made + 1);
-        [(sums, 0), first.map_or((0, 0), |first| (reductions.saturating_sub(sums), first))]
+        let most = if of.is_parted() { others } else { whole };
+        match of {
+            Gradients::Added { is_reduced: false } => Staging { sums, ..Staging::default() },
+            _ => Staging { sums, reductions: most.saturating_sub(sums), waiting: self.waiting(of) },
+        }
+    }
+
+    /// The most bytes of gradients that wait to be reduced.
+    fn waiting(&self, of: Gradients) -> u64 {
+        match of {
+            Gradients::Kept(_) if of.is_parted() => self.waiting[0],
+            Gradients::Added { is_reduced: true } => self.waiting[1],
+            _ => 0,
+        }
     }
 }
 
@@ -316,7 +349,7 @@ impl Profile {
             scratch: vec![0; count],
             at: vec![0; count],
             gradients: Vec::with_capacity(count),
-            staging: [(0, 0); 2],
+            staging: Vec::with_capacity(count),
             copies: Known::default(),
         };
         let mut held = 0;
@@ -360,7 +393,8 @@ impl Profile {
             }
         }
         let (total, piece) = most;
-        let (at, scratch, gradients) = (self.at[piece], scratch[piece], self.gradients[piece]);
+        let (at, scratch, gradients, staging) =
+            (self.at[piece], scratch[piece], self.gradients[piece], self.staging[piece]);
         let (mut copies, mut gathered, mut ordered) = (0, 0, 0);
         let kept = keeping.iter().flat_map(|keeping| liveness.of.copies().all().iter().map(|of| (of, *keeping)));
         for (copy, keeping) in kept.filter(|(copy, keeping)| copy.may_live(at, *keeping)) {
@@ -371,7 +405,6 @@ impl Profile {
                 }
             });
         }
-        let staging: u64 = self.staging.iter().filter(|(_, from)| *from <= at).map(|(bytes, _)| bytes).sum();
         let activations = (total - scratch).saturating_sub(gradients + gathered + copies + staging);
         Peak { activations, gradients, scratch: scratch + staging, copies, gathered: gathered + ordered }
     }
