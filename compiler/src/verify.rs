@@ -21,8 +21,9 @@ use crate::report;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::pipeline::Schedule;
+use shardc_ir::plan::Prediction;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{Bytes, DType, Family, Graph, HostTensor, Mesh, Op, OpDef, Pipeline, Plan, Program, TensorType};
+use shardc_ir::{DType, Family, Graph, HostTensor, Mesh, Op, OpDef, Pipeline, Plan, Program, TensorType};
 use shardc_passes::allocate::memory;
 use shardc_passes::cluster::{Cluster, ClusterError};
 use shardc_passes::precision::Precision;
@@ -140,19 +141,23 @@ fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<boo
     if let Some(unlowered) = report::unlowered(plan) {
         return add("memory", None, format!("not compared: {unlowered}"));
     }
-    let most = match taken {
+    let taken = match taken {
         Ok(taken) => taken,
         Err(error) => return add("memory", Some(false), error.to_string()),
     };
-    let planned = plan.prediction.memory.total();
-    let [allocated, said] = agrees::apart(most, planned);
-    add("memory", Some(most == planned), format!("{allocated} allocated, {said} planned"));
+    let sizes =
+        |of: &Prediction| [(of.memory.total(), "allocated"), (of.room, "for a rank"), (of.host, "of each host")];
+    let rows: Vec<_> = sizes(&taken).into_iter().zip(sizes(&plan.prediction)).collect();
+    let wrong = rows.iter().find(|((is, _), (said, _))| is != said);
+    let ((is, what), (said, _)) = wrong.unwrap_or(&rows[0]);
+    let [is, said] = agrees::apart(*is, *said);
+    add("memory", Some(wrong.is_none()), format!("{is} {what}, {said} planned"));
 }
 
-/// What is allocated on the rank of which the plan tells the memory.
-fn fullest(programs: &[Program], plan: &Plan) -> Result<Bytes, ClusterError> {
+/// What is allocated on the rank of which the plan tells the memory, and what there is.
+fn fullest(programs: &[Program], plan: &Plan) -> Result<Prediction, ClusterError> {
     let taken = programs.iter().map(|program| (program.rank, memory(program)));
-    Ok(simulate::fullest(taken, plan, &Cluster::of(plan)?).memory.total())
+    Ok(simulate::fullest(taken, plan, &Cluster::of(plan)?))
 }
 
 /// What of a plan is not in what is shown of its programs.
@@ -388,6 +393,7 @@ fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {
 mod tests {
     use super::*;
     use serde_json::Value;
+    use shardc_ir::Bytes;
 
     /// One draw that agrees is enough; what is wrong in all is shown where it is least.
     #[test]
@@ -459,6 +465,8 @@ mod tests {
         check(&|_| {}, "request", true, "llama-tiny");
         check(&|_| {}, "budget", true, "per rank");
         check(&|plan| plan.request.device_memory = Bytes(1), "budget", false, "and there are 1 B");
+        check(&|plan| plan.prediction.host = Bytes(1), "memory", false, "of each host, 1 B planned");
+        check(&|plan| plan.prediction.room = Bytes(u64::MAX), "memory", false, "for a rank, ");
         check(&|plan| plan.request.model = "gpt2-124m".to_string(), "request", false, "gpt2-124m");
         check(&|plan| plan.request.batch = 8, "request", false, "`input_ids` as i64[8,16]");
         check(&|plan| plan.request.cluster = "cpu:4".to_string(), "request", false, "cpu:4 has 4 devices");

@@ -178,6 +178,11 @@ impl Graph {
         self.values.len()
     }
 
+    /// Whether the id names a node of this graph.
+    pub fn has_node(&self, id: NodeId) -> bool {
+        self.nodes.is_valid(id)
+    }
+
     /// A node.
     pub fn node(&self, id: NodeId) -> &Node {
         &self.nodes[id]

@@ -355,11 +355,12 @@ impl Program {
     }
 
     /// The order without the third and later of equal runs that follow each other: microbatches after
-    /// the second leave everything as the second does.
+    /// the second of them leave everything as the second does. The first microbatch, in which sums begin, equals no other.
     pub fn short_order(&self) -> Vec<Run> {
+        let kind = |run: &Run| (run.section, run.microbatch == 0);
         let mut order: Vec<Run> = Vec::new();
         for run in &self.order {
-            let repeats = order.iter().rev().take_while(|other| other.section == run.section).count();
+            let repeats = order.iter().rev().take_while(|other| kind(other) == kind(run)).count();
             if repeats < 2 {
                 order.push(*run);
             }

@@ -17,7 +17,7 @@ use crate::error::PassError;
 use crate::fold::leaf_name;
 use shardc_ir::ops::{Cast, OpDef, State, Update};
 use shardc_ir::plan::Space;
-use shardc_ir::{Bytes, DType, Graph, NodeId, Op, OutputKind, Plan, SecondaryMap, TensorType, ValueId};
+use shardc_ir::{Bytes, DType, Graph, Node, NodeId, Op, OutputKind, Plan, SecondaryMap, TensorType, ValueId};
 use std::collections::{BTreeSet, HashMap};
 
 const PASS: &str = "keep_casts";
@@ -155,6 +155,13 @@ pub fn cast_again(graph: &Graph) -> Result<Graph, PassError> {
     };
     let mut from = graph.clone();
     from.outputs.retain(|output| !matches!(output.kind, OutputKind::Update(leaf) if cast_of(leaf).is_some()));
+    // A cast that something else reads or returns is not made for the next step alone.
+    let read = from.nodes().flat_map(|(_, node)| &node.operands).chain(from.outputs.iter().map(|output| &output.value));
+    let read: BTreeSet<ValueId> = read.copied().collect();
+    let is_kept_only = |node: &Node| {
+        let cast = node.op.update().and_then(Update::cast_result);
+        cast.is_some_and(|result| !read.contains(&node.results[result]))
+    };
     let parameters: HashMap<&str, ValueId> = graph
         .leaves()
         .filter(|(_, node)| matches!(node.op, Op::Parameter(_)))
@@ -163,7 +170,7 @@ pub fn cast_again(graph: &Graph) -> Result<Graph, PassError> {
     let made = from.rebuild(|to, id, map| {
         let node = from.node(id);
         match &node.op {
-            op if op.update().is_some_and(|update| update.cast.is_some()) => match op.casting(None) {
+            op if is_kept_only(node) => match op.casting(None) {
                 Some(op) => replace(to, (&from, id), op, &node.operands, map),
                 None => Ok(false),
             },

@@ -142,3 +142,15 @@ fn programs_that_mix_casts_up_are_refused() {
     let found = verify::step(&verified, &renamed[..]).expect_err("a cast of another parameter").to_string();
     assert!(found.contains("is not the state of the graph"), "{found}");
 }
+
+/// What a graph returns beside the parameter that an update writes is made by that update still.
+#[test]
+fn a_cast_that_is_returned_is_made() {
+    let before = plan(TINY, DType::Bf16, "cpu:1", 1, "").unwrap();
+    let mut after = Casts::of(&before).keep().unwrap().expect("casts").graph;
+    let cast = after.outputs.last().expect("the last cast").value;
+    after.output("cast", cast, OutputKind::Result);
+    let again = cast_again(&after).unwrap();
+    let returned = again.outputs.iter().find(|output| output.name == "cast").expect("it is returned");
+    assert_eq!(again.ty(returned.value), after.ty(cast));
+}

@@ -20,7 +20,9 @@ use shardc_ir::ops::{Binary, BinaryKind, Fused};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::plan::{Request, Space};
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{Bytes, DType, NoScratch, NodeId, Op, Plan, Program, Role, Target, TensorType, verify};
+use shardc_ir::{
+    Bytes, DType, NoScratch, NodeId, Op, Output, OutputKind, Plan, Program, Role, Target, TensorType, verify,
+};
 
 pub(crate) const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48, heads: 6, kv: 2, ffn: 96, vocab: 60 };
 
@@ -435,4 +437,20 @@ fn norms_over_samples_wait_once_for_other_ranks() {
         let is_norm = |name: &&String| name.contains("reduce_sum") || name.contains("broadcast");
         assert_eq!(names.iter().filter(is_norm).count(), 5, "zero={zero}: {names:#?}");
     }
+}
+
+/// The first moment of one parameter becomes what that of another was.
+#[test]
+fn an_update_takes_no_value_that_another_writes_over() {
+    let mut plan = plan(TINY, DType::F32, "cpu:1", "", false);
+    let moments = |(index, output): (usize, &Output)| match output.kind {
+        OutputKind::Update(leaf) if output.name.ends_with("norm.gamma.m") => Some((index, leaf)),
+        _ => None,
+    };
+    let moments: Vec<_> = plan.graph.outputs.iter().enumerate().filter_map(moments).collect();
+    let [(one, _), (_, other), ..] = moments[..] else { panic!("two moments of one type") };
+    plan.graph.outputs[one].value = other;
+    let plan = verify::plan(&plan).unwrap_or_else(|found| panic!("{found}"));
+    let refused = lower_all(&plan, &NoScratch).unwrap_err().to_string();
+    assert!(refused.contains("which is updated first"), "{refused}");
 }

@@ -321,8 +321,9 @@ fn check_types(program: &Program, instruction: &Instruction) -> Result<(), Strin
         Action::Copy => return same("copy", &operands, &results),
         Action::Accumulate => {
             count("accumulate", &operands, 1, &results, 1)?;
-            let wide = results[0].dtype.is_float() && operands[0].dtype.size() <= results[0].dtype.size();
-            let fits = operands[0].shape == results[0].shape && (wide || operands[0] == results[0]);
+            let [from, to] = [operands[0].dtype, results[0].dtype];
+            let wide = to.is_float() && from.size() <= to.size();
+            let fits = operands[0].shape == results[0].shape && (wide || (from == to && to.is_int()));
             return if fits { Ok(()) } else { Err(format!("cannot accumulate {} into {}", operands[0], results[0])) };
         }
         Action::AllReduce { .. } => return same("all_reduce", &operands, &results),

@@ -63,11 +63,16 @@ use stages::Stage;
 use std::collections::BTreeMap;
 use views::share_parts;
 
+/// Where a node is from, if it is of a module.
+fn of_module(path: &str) -> String {
+    if path.is_empty() { String::new() } else { format!(" (from `{path}`)") }
+}
+
 /// Why a verified plan cannot be lowered.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LowerError {
     /// A value has no conversion to the layout in which it is read.
-    #[error("{value} (from `{path}`) lies as {from} and is read as {to} by {reader}: {reason}")]
+    #[error("{value}{} lies as {from} and is read as {to} by {reader}: {reason}", of_module(path))]
     NoConversion {
         /// The value.
         value: ValueId,
@@ -83,7 +88,7 @@ pub enum LowerError {
         reason: &'static str,
     },
     /// An operation would need other attributes in every microbatch.
-    #[error("{node} ({op}, from `{path}`) would be another operation in every microbatch; keep it whole over `mb`")]
+    #[error("{op} {node}{} would be another operation in every microbatch; keep it whole over `mb`", of_module(path))]
     VariesByMicrobatch {
         /// The node.
         node: NodeId,
@@ -91,6 +96,14 @@ pub enum LowerError {
         op: String,
         /// Its module.
         path: String,
+    },
+    /// A stored tensor becomes what another one was, which is another tensor by then.
+    #[error("`{name}` becomes what `{of}` is before the step, which is updated first: copy it (`affine` with scale 1)")]
+    OldValue {
+        /// The tensor's name.
+        name: String,
+        /// The other one's.
+        of: String,
     },
     /// A pipeline whose stages cannot run: a bug of the plan's verifier.
     #[error("the pipeline cannot be lowered: {message}")]
@@ -400,7 +413,10 @@ impl<'a> Lowering<'a> {
                     continue;
                 }
                 OutputKind::Update(leaf) if !self.is_here(self.plan.graph.value(leaf).def) => continue,
-                OutputKind::Update(leaf) => self.own_operand(output.value, self.common.made_as(leaf), None)?,
+                OutputKind::Update(leaf) => {
+                    self.check_old(output, leaf)?;
+                    self.own_operand(output.value, self.common.made_as(leaf), None)?
+                }
             };
             let Some(slot) = slots.get(&output.name).copied() else { continue };
             if self.draft.storage[slot] != self.draft.storage[buffer] {
@@ -415,6 +431,16 @@ impl<'a> Lowering<'a> {
             stage.messages.sort_by_key(|message| (message.value, message.peer));
         }
         Ok(self.draft)
+    }
+
+    /// Updates are in place, so none takes what another leaf was before its own.
+    fn check_old(&self, output: &Output, leaf: ValueId) -> Result<(), LowerError> {
+        let outputs = &self.plan.graph.outputs;
+        let replaces = |other: &&Output| other.kind == OutputKind::Update(output.value) && other.value != output.value;
+        match outputs.iter().find(replaces).filter(|_| output.value != leaf) {
+            Some(other) => Err(LowerError::OldValue { name: output.name.clone(), of: other.name.clone() }),
+            None => Ok(()),
+        }
     }
 
     fn output_copy(&mut self, output: &Output, layout: &Sharding) -> Result<BufferId, LowerError> {

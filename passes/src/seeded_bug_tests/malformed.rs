@@ -5,7 +5,7 @@ use crate::lower::lower_all;
 use crate::lower_tests::{TINY, Wants, plan};
 use shardc_ir::ops::{Fused, Op};
 use shardc_ir::program::{Action, Instruction, Reading, Stream};
-use shardc_ir::{DType, Plan, Program, SectionId, verify};
+use shardc_ir::{DType, EntityRef, NodeId, Plan, Program, SectionId, verify};
 
 fn subject() -> (Plan, Vec<Program>) {
     let plan = plan(TINY, DType::F32, "cpu:4", BOTH, false);
@@ -64,4 +64,33 @@ fn a_region_that_writes_one_value_twice() {
         insert(program, (at.0, at.1 + 1), Instruction { after: Vec::new(), ..again });
     }
     check(&plan, &programs, "is two results");
+}
+
+#[test]
+fn an_instruction_of_no_node() {
+    let (plan, mut programs) = subject();
+    let none = NodeId::new(plan.graph.node_count());
+    let is_kernel = |_: &Program, of: &Instruction| of.source.is_some();
+    let at = super::find(&programs[0], is_kernel);
+    programs.iter_mut().for_each(|program| instruction(program, at).source = Some(none));
+    check(&plan, &programs, "which is no node of the graph");
+}
+
+/// An input is fed once more, to a buffer that is longer than its part.
+#[test]
+fn an_input_in_a_longer_buffer() {
+    let (plan, mut programs) = subject();
+    let is_feed = |program: &Program, of: &Instruction| {
+        matches!(of.action, Action::Feed { .. }) && program.buffers[of.results[0]].ty.rank() > 0
+    };
+    let at = super::find(&programs[0], is_feed);
+    for program in &mut programs {
+        let feed = instruction(program, at).clone();
+        let mut longer = program.buffers[feed.results[0]].clone();
+        longer.ty = longer.ty.with_shape(longer.ty.shape.iter().map(|size| 2 * size).collect::<Vec<_>>());
+        let longer = program.buffers.push(longer);
+        super::relocate(program, longer);
+        insert(program, at, Instruction { operands: Vec::new(), results: vec![longer], ..feed });
+    }
+    check(&plan, &programs, "by its layout a rank's part is");
 }

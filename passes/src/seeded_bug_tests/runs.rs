@@ -1,6 +1,6 @@
 //! Bugs put into the later runs of a section, which are right in the first.
 
-use super::{findings, relocate};
+use super::{findings, insert, relocate};
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::lower::lower_all;
@@ -9,7 +9,7 @@ use crate::search::{Pins, search};
 use shardc_ir::graph::OutputKind;
 use shardc_ir::ops::{Affine, Input, Matmul, Parameter, Reduce, ReduceOp, Reshape, Unary, UnaryKind};
 use shardc_ir::plan::Request;
-use shardc_ir::program::{Action, Instruction, Program, Run, Section};
+use shardc_ir::program::{Action, Buffer, Instruction, Program, Run, Section, Stream};
 use shardc_ir::{Bytes, DType, Graph, NoScratch, Op, Plan, SectionId, Target, TensorType, verify};
 
 /// A product, half of it, the exponential of that, and a sum.
@@ -87,4 +87,27 @@ fn an_operation_that_later_runs_leave_out_is_found() {
     programs.iter_mut().for_each(left_out_later);
     let found = findings(&plan, &programs);
     assert!(found.contains("its part needs exp"), "{found}");
+}
+
+/// Every run begins with a parameter's copy where a sum over the microbatches lies, which the first does not read; and
+/// the first is done twice.
+fn sum_written_over(program: &mut Program) {
+    let section = repeated(program);
+    let adds = |of: &&Instruction| of.action == Action::Accumulate;
+    let sum = program.sections[section].instructions.iter().find(adds).expect("a sum over the microbatches").results[0];
+    let slot = program.slots[0].buffer;
+    let offset = program.buffers[sum].offset;
+    let over = program.buffers.push(Buffer { offset, ..program.buffers[slot].clone() });
+    insert(program, (section, 0), Instruction::new(Action::Copy, vec![slot], vec![over], Stream::Compute));
+    let first = program.order.iter().position(|run| run.section == section).expect("a run");
+    program.order.insert(first, program.order[first]);
+}
+
+#[test]
+fn a_sum_is_there_in_every_microbatch_but_the_first() {
+    let plan = exponential(&NoScratch);
+    let mut programs = lower_all(&verify::plan(&plan).expect("a plan"), &NoScratch).expect("programs");
+    programs.iter_mut().for_each(sum_written_over);
+    let found = findings(&plan, &programs);
+    assert!(found.contains("was written over it"), "{found}");
 }

@@ -45,8 +45,7 @@ fn prediction(
 ) -> Prediction {
     let work = model_work(&plan.graph, cluster);
     let fullest = fullest(taken, plan, cluster);
-    let host = cluster.on_host(fullest.memory.total());
-    let mut prediction = Prediction { step: simulated.step, flops: work.flops, host, ..fullest };
+    let mut prediction = Prediction { step: simulated.step, flops: work.flops, ..fullest };
     prediction.mfu = work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64);
     if let Some(rank) = simulated.slowest() {
         let Kernels { matmul, optimizer, rest } = rank.kernels;
@@ -63,15 +62,16 @@ fn prediction(
     prediction
 }
 
-/// Of what ranks take, the memory of the one that has the least room left, and its room. On devices of several kinds
-/// another may take more.
+/// Of what ranks take, the memory of the one that has the least room left, its room, and what hosts give to such ranks.
+/// On devices of several kinds another may take more.
 pub fn fullest(taken: impl Iterator<Item = (u64, Memory)>, plan: &Plan, cluster: &Cluster) -> Prediction {
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
     let taken = taken.map(|(rank, memory)| {
         let room = rooms[plan.mesh.stage_of(rank) as usize];
         Prediction { memory, room, ..Prediction::default() }
     });
-    taken.max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default()
+    let fullest = taken.max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default();
+    Prediction { host: cluster.on_host(fullest.memory.total()), ..fullest }
 }
 
 /// The seconds of a step's kernels, each alone.

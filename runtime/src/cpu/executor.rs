@@ -11,6 +11,7 @@ use super::kernels::{self, Context, View, ViewMut};
 use super::memory::{ALIGNMENT, AlignedBytes};
 use crate::watch::{Finding, Watch};
 use crate::{Feeds, Span};
+use bytemuck::Pod;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::sharding::ReduceKind;
@@ -320,14 +321,24 @@ impl Rank {
     /// A reading, in f64.
     pub fn reading(&self, buffer: BufferId) -> Result<f64, String> {
         let ty = &self.program.buffers[buffer].ty;
-        let values = View { ty, bytes: self.bytes(buffer) }.f32s()?;
-        values.first().map(|value| f64::from(*value)).ok_or_else(|| format!("{ty} has no element"))
+        let view = View { ty, bytes: self.bytes(buffer) };
+        let value = match ty.dtype.is_float() {
+            true => view.f32s()?.first().map(|value| f64::from(*value)),
+            false => view.i64s()?.first().map(|value| *value as f64),
+        };
+        value.ok_or_else(|| format!("{ty} has no element"))
     }
 }
 
 fn accumulate(is_first: bool, from: View<'_>, to: &mut ViewMut<'_>) -> Result<(), String> {
-    if !to.ty.dtype.is_float() {
-        return Err(format!("cannot accumulate in {}", to.ty));
+    if is_first && from.ty == to.ty {
+        return copy(from, to);
+    }
+    match to.ty.dtype {
+        DType::I64 => return add_whole::<i64>(&from, to, i64::wrapping_add),
+        DType::I32 => return add_whole::<i32>(&from, to, i32::wrapping_add),
+        dtype if !dtype.is_float() => return Err(format!("cannot accumulate in {}", to.ty)),
+        _ => {}
     }
     let terms = from.f32s()?;
     if is_first {
@@ -341,6 +352,16 @@ fn accumulate(is_first: bool, from: View<'_>, to: &mut ViewMut<'_>) -> Result<()
     let sums = View { ty: to.ty, bytes: to.bytes }.f32s()?.into_owned();
     let sums: Vec<f32> = sums.iter().zip(terms.iter()).map(|(sum, term)| sum + term).collect();
     to.round_f32(&sums)
+}
+
+/// Integers of one type, which wrap around as those of GPUs do.
+fn add_whole<T: Pod>(from: &View<'_>, to: &mut ViewMut<'_>, add: fn(T, T) -> T) -> Result<(), String> {
+    if from.ty != to.ty {
+        return Err(format!("cannot accumulate {} in {}", from.ty, to.ty));
+    }
+    let (sums, terms): (&mut [T], &[T]) = (bytemuck::cast_slice_mut(to.bytes), bytemuck::cast_slice(from.bytes));
+    sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum = add(*sum, *term));
+    Ok(())
 }
 
 fn copy(from: View<'_>, to: &mut ViewMut<'_>) -> Result<(), String> {

@@ -21,7 +21,10 @@ impl Builder {
     }
 
     fn buffer(&mut self, shape: &[u64]) -> BufferId {
-        let ty = TensorType::new(DType::F32, shape);
+        self.buffer_of(TensorType::new(DType::F32, shape))
+    }
+
+    fn buffer_of(&mut self, ty: TensorType) -> BufferId {
         let offset = self.end;
         self.end += ty.bytes().0.next_multiple_of(256);
         let (space, category) = (Space::Device, Category::Activation);
@@ -319,4 +322,27 @@ fn a_graph_is_interpreted() {
     assert_eq!(made["w.m"], tensor(&[15.0, -4.0]));
     leaves.remove("x");
     assert!(matches!(interpret(&g, &leaves), Err(RuntimeError::Missing { name }) if name == "x"));
+}
+
+/// Counts are added over microbatches as integers: no f32 is as exact.
+#[test]
+fn integers_add_up_over_microbatches() {
+    for dtype in [DType::I64, DType::I32] {
+        let mut b = Builder::new(0, 1);
+        let ty = TensorType::new(dtype, [2]);
+        let [term, sum] = [0; 2].map(|_| b.buffer_of(ty.clone()));
+        let odd = (1u64 << 24) + 1;
+        b.section(
+            "microbatch",
+            3,
+            vec![
+                compute(Literal { values: vec![odd as f64, -1.0] }, &[], &[term]),
+                instruction(Action::Accumulate, &[term], &[sum]),
+            ],
+        );
+        b.program.readings = vec![Reading { name: "count".to_string(), buffer: sum }];
+        let mut runtime = CpuRuntime::new(vec![b.finish()]).unwrap_or_else(|error| panic!("{error}"));
+        let readings = runtime.step(&Feeds::default()).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(readings["count"], (3 * odd) as f64, "{dtype}");
+    }
 }

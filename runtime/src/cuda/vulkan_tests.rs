@@ -13,7 +13,7 @@ mod ranked;
 mod regions;
 
 use super::kernel::{Arg, Kernel, Launch};
-use super::select::{Selection, Step, select_scan, select_within};
+use super::select::{Selection, Step, select_accumulate, select_scan, select_within};
 use crate::compute_op;
 use cubecl::InfoBuilder;
 use cubecl::ir::StorageType;
@@ -572,4 +572,16 @@ fn parts_of_ranks_are_added_in_their_order() {
             assert_eq!(*actual, (0..ranks).fold(0.0, |sum, rank| sum + of(rank)), "{ranks} ranks, {at}");
         }
     }
+}
+
+/// Integers that no f32 is.
+#[test]
+fn integers_are_added_over_microbatches_as_they_are() {
+    let Some(client) = client() else { return };
+    let (ty, values) = (ids(&[5]), [(1i32 << 24) + 1, -(1 << 24) - 1, i32::MAX, 0, 7]);
+    let term = HostTensor { ty: ty.clone(), bytes: values.iter().flat_map(|value| value.to_le_bytes()).collect() };
+    let mut adding = select_accumulate(&ty, &ty);
+    // The last steps are of the first microbatch, those before of all others.
+    adding.steps.truncate(adding.steps.len() - adding.first);
+    assert_eq!(execute(&client, adding, &[term.clone()], &[ty])[0].bytes, term.bytes);
 }

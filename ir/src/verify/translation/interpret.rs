@@ -7,13 +7,14 @@ use super::interface::Leaves;
 use super::kernel::{Kernels, Layout, Layouts};
 use super::segment::{Kind, Segment, segments};
 use super::state::{Content, Fact, value_text};
+use super::stored::Stored;
 use super::sums::is_zero;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{BufferId, EntityRef, NodeId, SectionId, ValueId};
 use crate::graph::{Node, OutputKind};
 use crate::mesh::{AxisId, AxisSet};
 use crate::ops::{Each, Epilogue, Op, OpDef};
-use crate::plan::{Plan, Space};
+use crate::plan::Plan;
 use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
 use crate::view::is_view;
@@ -42,8 +43,7 @@ pub(super) struct Interpreter<'a> {
     leaves: Leaves<'a>,
     pub kernels: Kernels<'a>,
     pub contents: Vec<Content>,
-    /// Per place of a slot, the buffers whose contents its bytes are.
-    stored: BTreeMap<(Space, u64), Vec<BufferId>>,
+    stored: Stored,
     pub segments: Rc<BTreeMap<SectionId, Vec<Segment>>>,
     pub kinds: Vec<Kind>,
     /// The kernels whose types and attributes were compared with their node's. What is a change of layout in one run may
@@ -69,7 +69,7 @@ impl<'a> Interpreter<'a> {
             leaves: Leaves::of(plan),
             kernels: Kernels::new(plan, programs),
             contents: vec![Content::Nothing; count(|program| program.buffers.len())],
-            stored: BTreeMap::new(),
+            stored: programs.first().map(Stored::of).unwrap_or_default(),
             segments: Rc::new(segments),
             kinds: vec![Kind::default(); kinds],
             compared: HashSet::new(),
@@ -103,8 +103,6 @@ impl Interpreter<'_> {
             let Some(value) = self.leaves.stored.get(slot.name.as_str()) else { continue };
             let fact = Fact::ready(*value, self.kernels.made_as(*value));
             self.contents[slot.buffer.index()] = vec![fact].into();
-            let buffer = &program.buffers[slot.buffer];
-            self.stored.insert((buffer.space, buffer.offset), vec![slot.buffer]);
         }
     }
 
@@ -134,20 +132,12 @@ impl Interpreter<'_> {
             self.contents[result.index()] = facts.map_or(Content::Refuted, Content::from);
             self.note_stored(*result, is_view);
         }
+        instruction.scratch.into_iter().for_each(|scratch| self.note_stored(scratch, false));
     }
 
-    /// A buffer was written: if it lies where a slot does, the slot's bytes are its contents, and only
-    /// its unless it is a view.
+    /// A buffer was written, or named if it is a view.
     pub fn note_stored(&mut self, buffer: BufferId, is_view: bool) {
-        let home = &self.programs[0].buffers[buffer];
-        if let Some(holders) = self.stored.get_mut(&(home.space, home.offset)) {
-            if !is_view {
-                holders.clear();
-            }
-            if !holders.contains(&buffer) {
-                holders.push(buffer);
-            }
-        }
+        self.stored.note(buffer, &self.programs[0].buffers[buffer], is_view);
     }
 
     /// The facts about each result.
@@ -197,7 +187,11 @@ impl Interpreter<'_> {
             Action::Feed { input } => {
                 let name = self.program().inputs[*input].name.as_str();
                 let value = *self.leaves.inputs.get(name).ok_or("feeds what is no input of the graph")?;
-                Ok(vec![vec![Fact::ready(value, self.kernels.made_as(value))]])
+                let (fed, ty) = (self.kernels.made(value), &self.program().buffers[instruction.results[0]].ty);
+                match fed.local == *ty {
+                    true => Ok(vec![vec![Fact::ready(value, fed.arrangement)]]),
+                    false => Err(format!("feeds {ty}; by its layout a rank's part is {}", fed.local)),
+                }
             }
             Action::Send { .. } | Action::Receive { .. } => {
                 Err("passes a value to another stage: it is no part of a segment".to_string())
@@ -411,7 +405,7 @@ impl Interpreter<'_> {
         let program = &self.programs[0];
         let Some(slot) = program.slots.iter().find(|slot| slot.name == name) else { return };
         let home = &program.buffers[slot.buffer];
-        let holders = self.stored.get(&(home.space, home.offset)).cloned().unwrap_or_default();
+        let holders = self.stored.holders(home).to_vec();
         let wanted = self.kernels.made_as(leaf);
         self.expect(format!("slot \"{name}\""), &holders, value, &wanted);
     }

@@ -16,11 +16,12 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 /// How an operand or a result lies.
+#[derive(Clone)]
 pub(super) struct Layout {
     pub arrangement: Arrangement,
     sharding: Sharding,
     /// The part's type.
-    local: TensorType,
+    pub local: TensorType,
 }
 
 /// The layouts of a node's operands and results.
@@ -57,8 +58,13 @@ impl<'a> Kernels<'a> {
 
     /// How a value lies where it is made.
     pub fn made_as(&mut self, value: ValueId) -> Arrangement {
+        self.made(value).arrangement
+    }
+
+    /// The layout in which a value is made.
+    pub fn made(&mut self, value: ValueId) -> Layout {
         let value = self.plan.graph.value(value);
-        self.layouts(value.def).results[value.index].arrangement.clone()
+        self.layouts(value.def).results[value.index].clone()
     }
 
     /// The layouts that follow from a node's strategy.

@@ -17,7 +17,8 @@
 //! * and demands at the end that every reading and every slot holds its output of the graph.
 //!
 //! Bytes are [`memory`](super::memory)'s business: a fact is of a buffer, and that check shows that the
-//! buffer is intact where it is read and that streams wait for each other.
+//! buffer is intact where it is read and that streams wait for each other. Of slots alone, whose next values may be
+//! any buffer's that lies where they do, it is looked at which buffers their bytes are (`stored`).
 //!
 //! **Ranks.** Facts are about all ranks at once, so the given programs must be one program but for
 //! numbers that follow from coordinates (`alike`, `interface`): the members of groups, the first index of
@@ -29,9 +30,9 @@
 //! **Stages.** The programs of the ranks of one stage of a pipeline are one program in that sense, and those of
 //! different stages are not. All stages are walked through the step together (`stages`): what a message
 //! brings is what its sender was shown to hold, of the microbatch of which it was, and a single number that is
-//! summed over the stages is that of one of them, to which the others add zeros. So a value that comes of another microbatch, from
-//! another stage or in another order is no operand of the kernel that reads it, and a gradient counts each
-//! microbatch once wherever its terms were made. Microbatches, and sections that differ in the names of their
+//! summed over the stages is that of one of them, to which the others add zeros. So a value that comes of another
+//! microbatch, from another stage or in another order is no operand of the kernel that reads it, and a gradient counts
+//! each microbatch once wherever its terms were made. Microbatches, and sections that differ in the names of their
 //! buffers alone, are interpreted once (`segment`).
 //!
 //! Numbers are treated as exact: the order of a sum is not part of the claim.
@@ -47,13 +48,15 @@ mod kernel;
 mod segment;
 mod stages;
 mod state;
+mod stored;
 mod sums;
 
 use super::plan::VerifiedPlan;
 use super::program::check_each;
 use crate::diagnostic::Diagnostics;
 use crate::mesh::{AxisId, Family, Mesh};
-use crate::program::Program;
+use crate::ops::Op;
+use crate::program::{Action, Program};
 use stages::{Walk, walk};
 use std::ops::AddAssign;
 
@@ -98,6 +101,7 @@ pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tra
         let message = format!("is one of {} ranks; the plan's mesh {mesh} has {ranks}", program.ranks);
         found.push(format!("rank {}", program.rank), message);
     }
+    programs.iter().for_each(|program| check_sources(plan, program, &mut found));
     found.finish(())?;
     let (axes, mut programs) = (mesh.family(Family::Pipeline), expand::expand(programs));
     let stage_of = |program: &Program| mesh.group(program.rank, &axes).iter().position(|rank| *rank == program.rank);
@@ -122,6 +126,23 @@ pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tra
         found.0.append(&mut interpreter.found.0);
     }
     found.finish(facts)
+}
+
+/// Every node that an instruction names is one of the graph.
+fn check_sources(plan: &VerifiedPlan<'_>, program: &Program, found: &mut Diagnostics) {
+    for (section, body) in &program.sections {
+        for (index, instruction) in body.instructions.iter().enumerate() {
+            let steps = match &instruction.action {
+                Action::Compute(Op::Fused(region)) => &region.steps[..],
+                _ => &[],
+            };
+            let sources = steps.iter().filter_map(|step| step.source).chain(instruction.source);
+            for source in sources.filter(|source| !plan.graph.has_node(*source)) {
+                found
+                    .push(program.place(section, index), format!("comes from {source}, which is no node of the graph"));
+            }
+        }
+    }
 }
 
 /// Ranks that tell the axes of a mesh apart: of each stage of a pipeline the first, the last, and per axis the

@@ -8,8 +8,8 @@
 
 use super::interpret::Interpreter;
 use super::state::{Content, Fact};
+use super::stored::Stored;
 use crate::entity::{BufferId, EntityRef, SectionId};
-use crate::plan::Space;
 use crate::program::{Action, Instruction, Program, Run};
 use crate::view::is_view;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -26,7 +26,7 @@ pub(super) struct Segment {
     reads: Vec<(usize, bool)>,
     /// Those that it writes, by their index.
     writes: Vec<usize>,
-    /// Those of the written that are views of slots, and whether it writes over a slot.
+    /// Those of the written that are views of slots, and whether it writes over bytes of a slot.
     views: Vec<BufferId>,
     is_update: bool,
     /// Which of the known kinds it is.
@@ -95,12 +95,7 @@ pub(super) fn segments(
 
 impl Segment {
     fn new(program: &Program, section: SectionId, range: Range<usize>) -> Self {
-        let slots: BTreeSet<(Space, u64)> = program
-            .slots
-            .iter()
-            .map(|slot| &program.buffers[slot.buffer])
-            .map(|home| (home.space, home.offset))
-            .collect();
+        let slots = Stored::of(program);
         let mut index: HashMap<BufferId, usize> = HashMap::new();
         let (buffers, reads, writes, views) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut all = Self { section, range, buffers, reads, writes, views, is_update: false, kind: 0 };
@@ -128,11 +123,13 @@ impl Segment {
                     is_written[at] = true;
                     all.writes.push(at);
                 }
-                if slots.contains(&(home.space, home.offset)) {
-                    all.is_update |= !is_view;
+                all.is_update |= !is_view && slots.touches(home);
+                if slots.is_home(home) {
                     all.views.push(*buffer);
                 }
             }
+            let mut scratch = instruction.scratch.iter();
+            all.is_update |= scratch.any(|scratch| slots.touches(&program.buffers[*scratch]));
         }
         all.reads.iter_mut().for_each(|(at, is_kept)| *is_kept = !is_written[*at]);
         all

@@ -352,7 +352,7 @@ pub fn accumulate(x: &Array<Pack<0>>, y: &mut Array<Pack<1>>, n: u32) {
         let mut out = Pack::<1>::empty();
         #[unroll]
         for lane in 0..Lanes::value() {
-            out[lane] = Elem::<1>::cast_from(f32::cast_from(a[lane]) + f32::cast_from(b[lane]));
+            out[lane] = Elem::<1>::cast_from(Elem::<2>::cast_from(a[lane]) + Elem::<2>::cast_from(b[lane]));
         }
         y[at] = out;
     }

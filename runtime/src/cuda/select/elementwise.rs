@@ -285,7 +285,8 @@ impl Select<'_> {
     }
 
     pub(super) fn accumulate(&mut self) {
-        let types = [self.operands[0].dtype, self.results[0].dtype];
+        let [from, to] = [self.operands[0].dtype, self.results[0].dtype];
+        let types = [from, to, compute_type(to)];
         let arguments = Arguments::of([self.operand(0), self.result(0)]);
         self.map("accumulate", &types, self.results[0].elements(), &(), arguments, |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
