@@ -94,7 +94,7 @@ fn gradients_leave_as_they_are_made() {
 /// What a pin takes from the device is room for values that are not computed again.
 #[test]
 fn what_leaves_is_not_computed_again_for() {
-    let of = |pins: &str| plan(SMALL, DType::Bf16, "h200:1", 36, &format!("microbatch=8{pins}")).unwrap();
+    let of = |pins: &str| plan(SMALL, DType::Bf16, "h200:1", 33, &format!("microbatch=8{pins}")).unwrap();
     let again = |plan: &Plan| match Pins::chosen(plan).recompute {
         Some(Recompute::Values(steps)) => steps,
         Some(Recompute::None) => 0,

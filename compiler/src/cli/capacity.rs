@@ -7,6 +7,7 @@ use serde_json::json;
 use shardc::capacity::{self, Dimension, Largest};
 use shardc::compile::Compiled;
 use shardc::{Batch, Cluster, Error, NamedModel, Options, report};
+use shardc_ir::units::counted;
 
 /// Finds and prints the largest size that fits; gives its plan.
 pub fn maximize(
@@ -45,11 +46,14 @@ pub fn maximize(
         unit.push_str(&format!(", to within {apart}"));
     }
     let parameters = thousands(parameters);
-    print(&format!("the largest that fits: {what} ({parameters} parameters; {tried} sizes tried{unit})\n"));
+    let tried = counted(tried, "size");
+    print(&format!("the largest that fits: {what} ({parameters} parameters; {tried} tried{unit})\n"));
     if let Some((next, beyond)) = beyond {
         print(&format!("beyond it, {}: {beyond}\n", dimension.text(next)));
     } else if size >= dimension.most() {
         print(&format!("more may fit: {} are the most that are tried\n", dimension.text(size)));
+    } else if let (Dimension::Seq, Some(positions)) = (dimension, model.positions()) {
+        print(&format!("more may fit: {} has {positions} positions\n", model.name));
     }
     print(&format!("\n{}", report::plan_text(compiled.plan())));
     Ok(compiled)

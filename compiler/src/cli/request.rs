@@ -74,7 +74,10 @@ pub fn check_here(plan: &Plan) -> Result<(), Error> {
 
 /// The shipped profile that is nearest to this host's first GPU.
 fn cuda_profile() -> &'static str {
-    let Some((name, profile)) = own_gpu() else { return "h200" };
+    let Some((name, profile)) = own_gpu() else {
+        tracing::warn!("this host shows no GPU: cuda:N is planned as GPUs of an h200, and h200:N says so itself");
+        return "h200";
+    };
     profile.unwrap_or_else(|| {
         tracing::warn!(
             "{name} has no profile: it is planned as an h200; --device-memory says how much memory there is, a cluster \
@@ -242,6 +245,9 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
         tracing::warn!(
             "--warmup {warmup} is longer than --steps {steps}: the rate rises to {reached:e}, not to --lr {rate:e}"
         );
+    }
+    if decay != Decay::Constant && steps > 1 && (steps - 1..=steps).contains(&warmup) {
+        tracing::warn!("--warmup {warmup} leaves no step of --steps {steps} in which the rate falls");
     }
     Ok(LearningRate { rate, min_rate, warmup, decay, steps })
 }

@@ -55,6 +55,15 @@ fn check_outputs(args: &TrainArgs, model: &NamedModel) -> Result<(), Error> {
     written.iter().try_for_each(|(_, path)| check_writable(path))
 }
 
+/// Where a model is saved whose training went wrong: not over one that was there before.
+fn diverged_place(dir: &Path) -> PathBuf {
+    match dir.file_name().filter(|_| shardc_models::hf::holds_model(dir)) {
+        Some(name) => dir.with_file_name(format!("{}.diverged", name.to_string_lossy())),
+        None if shardc_models::hf::holds_model(dir) => dir.join("diverged"),
+        None => dir.to_path_buf(),
+    }
+}
+
 /// Tells of a tokenizer where a model is to be saved whose text was read without one: later runs would read theirs with it.
 fn tell_foreign_tokenizer(args: &TrainArgs, model: &NamedModel, tokenizer: &Path) {
     if reads_text(args) && args.tokenizer.is_none() && model.tokenizer().is_none() && tokenizer.exists() {
@@ -95,6 +104,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
     let beside = model.beside(args.tokenizer.as_deref())?;
+    let diverged = args.save.as_deref().map(diverged_place);
     if compiled.needs_launch()? {
         return compiled.launch(&interrupt());
     }
@@ -109,12 +119,13 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         let outcome = run.steps(&mut trainer, &data, &stop);
         // A step whose norm is not finite leaves the parameters as they were, on every rank alike. What was
         // trained is saved first: it matters more than what becomes of that which is said of it.
-        let saved = match (&outcome, &args.save) {
-            (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) if !run.steps.is_empty() => {
-                model.save(dir, &mut trainer, &beside).map(|()| Some(dir.as_path()))
-            }
-            _ => Ok(None),
+        let place = match &outcome {
+            Ok(()) => args.save.as_deref(),
+            Err(Error::NotFinite { .. }) => diverged.as_deref(),
+            Err(_) => None,
         };
+        let place = place.filter(|_| !run.steps.is_empty());
+        let saved = place.map_or(Ok(()), |dir| model.save(dir, &mut trainer, &beside)).map(|()| place);
         let mut shown = Ok(());
         if world.is_lead() {
             run.bar.finish_and_clear();
@@ -426,7 +437,11 @@ fn summary_json(compiled: &Compiled, run: &Run, profile: Option<&Profile>, save:
 fn summarize((model, compiled): (&NamedModel, &Compiled), run: &Run, profile: Option<&Profile>, save: Option<&Path>) {
     summarize_steps(compiled, run, profile);
     if let Some(dir) = save {
-        let form = if model.has_hf_form() { "" } else { " (weights alone: the family has no Hugging Face form)" };
+        let form = if model.has_hf_form() {
+            ""
+        } else {
+            " (weights alone: shardc writes no Hugging Face form of this family)"
+        };
         print(&format!("saved to {}{form}\n", dir.display()));
     }
 }

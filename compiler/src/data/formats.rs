@@ -34,6 +34,9 @@ const FOREIGN: [(&[u8], &str); 12] = [
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
 ];
 
+/// So many bytes of a file say whether it is text.
+const LOOKED_AT: usize = 1 << 16;
+
 /// So many numbers of a file say whether they are halves of wider ones.
 const WIDE: usize = 1 << 12;
 
@@ -59,6 +62,12 @@ pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Tokens, DataError> 
     let bytes = map(path)?;
     if let Some((_, what)) = FOREIGN.iter().find(|(magic, _)| bytes.starts_with(magic)) {
         return Err(malformed(path, format!("it is {what}, not text")));
+    }
+    if let Some(at) = bytes.iter().take(LOOKED_AT).position(|byte| *byte == 0) {
+        return Err(malformed(
+            path,
+            format!("its byte {at} is zero, which no text has: give text in UTF-8, or tokens"),
+        ));
     }
     match tokenizer {
         None => Ok(Tokens::mapped(bytes, Width::U8, 0)),

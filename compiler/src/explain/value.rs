@@ -185,6 +185,8 @@ fn elsewhere(plan: &Plan, why: &Why, value: ValueId) -> Vec<Alternative> {
         is_chosen: true,
         cost: Some(Seconds(0.0)),
     };
+    // Text says nothing of the search that found the plan.
+    let step = Some(plan.search.estimate).filter(|estimate| estimate.0 > 0.0).unwrap_or(plan.prediction.step);
     let of = |other: &Elsewhere| {
         let axis = other.pin.clone();
         let Some(found) = &other.plan else {
@@ -200,7 +202,7 @@ fn elsewhere(plan: &Plan, why: &Why, value: ValueId) -> Vec<Alternative> {
             layout: Some(layout(found, *found.graph.node(node).results.get(index)?)),
             plan: Some(found.choice.clone()),
             is_chosen: false,
-            cost: Some(found.prediction.step - plan.search.estimate),
+            cost: Some(found.prediction.step - step),
         })
     };
     let mut all: Vec<Alternative> = why.elsewhere.iter().filter_map(of).collect();

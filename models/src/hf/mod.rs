@@ -21,7 +21,7 @@ use shardc_ir::TensorType;
 use std::path::{Path, PathBuf};
 
 pub use beside::Beside;
-pub use save::{check_place, is_part, save, save_in_shards, save_plain, saved_model};
+pub use save::{check_place, holds_model, is_part, save, save_in_shards, save_plain, saved_model};
 pub use weights::HfWeights;
 
 /// Why a directory cannot be read or written.

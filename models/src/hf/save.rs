@@ -101,6 +101,11 @@ pub fn check_place(dir: &Path) -> Result<(), HfError> {
     }
 }
 
+/// Whether weights of a model lie in a directory.
+pub fn holds_model(dir: &Path) -> bool {
+    [WEIGHTS, INDEX].iter().any(|name| dir.join(name).exists())
+}
+
 /// The file beside the weights that [`save_plain`] wrote, which says what they are.
 const DESCRIPTION: &str = "shardc.json";
 

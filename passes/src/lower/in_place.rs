@@ -165,15 +165,18 @@ fn merge(draft: &mut Draft, targets: &[Target]) {
 }
 
 /// A result takes the bytes of an operand of its shape and size that nothing reads afterwards. Both
-/// live in one section and on the compute stream alone, so that no stream waits for another because
-/// of it.
+/// live in one section, and the operand on the compute stream alone, so that no stream waits for another because
+/// of it: who reads the result on another one waits for it wherever it lies.
 fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
     let (accesses, bytes) = (Accesses::of(draft), draft.storage_bytes());
     let mut targets: Vec<Target> = vec![None; draft.storages as usize];
     let mut taken: BTreeSet<StorageId> = BTreeSet::new();
     let is_local = |storage: StorageId, section: usize| {
-        let computes = |at: &Position| draft.sections[at.0][at.1].instruction.stream == Stream::Compute;
-        !kept.contains(&storage) && accesses.get(storage).iter().all(|at| at.0 == section && computes(at))
+        !kept.contains(&storage) && accesses.get(storage).iter().all(|at| at.0 == section)
+    };
+    let is_computed = |storage: StorageId| {
+        let mut all = accesses.get(storage).iter();
+        all.all(|at| draft.sections[at.0][at.1].instruction.stream == Stream::Compute)
     };
     for (section, items) in draft.sections.iter().enumerate() {
         for (index, item) in items.iter().enumerate() {
@@ -196,7 +199,8 @@ fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
                             || (op.may_overwrite(at, count) && draft.first[*other] == draft.first[**operand])
                     };
                     let is_free = item.instruction.operands.iter().enumerate().all(is_read_so);
-                    fits && dies && is_free && from != to && !taken.contains(&from) && is_local(from, section)
+                    let is_own = is_local(from, section) && is_computed(from) && !taken.contains(&from);
+                    fits && dies && is_free && from != to && is_own
                 };
                 if let Some((_, operand)) = item.instruction.operands.iter().enumerate().find(free) {
                     taken.insert(draft.storage[*operand]);

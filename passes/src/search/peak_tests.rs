@@ -111,15 +111,22 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
         let here = held.filter(|(_, span)| span.is_some_and(is_there));
         let activations: u64 = here.map(|(bytes, _)| bytes).sum();
         let (mut gradients, mut passing, mut behind) = (0, 0, 0);
-        for gradient in lives.gradients.iter().filter(|gradient| gradient.made <= at) {
+        for gradient in &lives.gradients {
             let bytes = liveness.sizes[gradient.class][gradient.result];
+            // The sum over the chunks of a head before its last term.
+            let (begin, terms) = liveness.terms(gradient);
+            if (begin..gradient.made).contains(&at) && !of.is_in_place(gradient.adds_itself) {
+                passing += terms * bytes;
+            }
+            if gradient.made > at {
+                continue;
+            }
             behind += if gradient.made < at { bytes } else { 0 };
             let kept = (bytes as f64 * of.kept()) as u64;
             gradients += kept;
             // What is reduced to parts is whole until the next node runs.
             let is_whole = at <= gradient.made + usize::from(of.is_reduced());
             if is_whole && !of.is_in_place(gradient.adds_itself) {
-                let terms = if liveness.in_terms.contains(&gradient.class) { 2 } else { 1 };
                 passing += (terms * bytes).saturating_sub(kept);
             }
         }

@@ -209,8 +209,8 @@ pub struct Liveness<'a> {
     pub(in crate::search) is_brief: Vec<bool>,
     /// Bytes of scratch memory of each class.
     pub(in crate::search) scratch: Vec<u64>,
-    /// The classes of gradients that are made in several terms.
-    pub(in crate::search) in_terms: Vec<usize>,
+    /// The classes of gradients that are made in several terms, one for each chunk of the head, and where the head begins.
+    pub(in crate::search) in_terms: (Vec<usize>, usize),
     /// The classes of gradients that are made where they are stored, if they are stored in parts.
     pub(in crate::search) in_parts: Vec<usize>,
     /// Bytes of scratch memory of collectives that add: of sums between nodes, of reductions of whole gradients, and of
@@ -447,8 +447,10 @@ impl<'a> Liveness<'a> {
             let class = prepared.folded.class[id];
             [&mut sizes, &mut grown].into_iter().for_each(|bytes| bytes[class][result] /= loss_chunks);
         }
-        let sums = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| head.sums(prepared.graph));
-        let in_terms = sums.map(|(id, _)| prepared.folded.class[id]).collect();
+        let head = || prepared.head.iter().filter(|_| loss_chunks > 1);
+        let sums = head().flat_map(|head| head.sums(prepared.graph)).map(|(id, _)| prepared.folded.class[id]);
+        let begins = head().flat_map(|head| head.nodes()).map(|(id, _)| id.index()).min();
+        let in_terms = (sums.collect(), begins.unwrap_or(0));
         let scratch = scratch_sizes(prepared, placed);
         Self {
             of: &prepared.lives,

@@ -289,11 +289,14 @@ impl Liveness<'_> {
                 add(made.min(most) - before.min(most), gradient.made + 1, *positions);
             }
             add(kept(gradient), gradient.made, *positions);
-            // It is whole where it is made, and that of a head in chunks is there a second time while it is added up.
-            let terms = if self.in_terms.contains(&gradient.class) { 2 } else { 1 };
+            // It is whole where it is made.
             let is_part = of.is_parted() && self.in_parts.contains(&gradient.class);
-            let whole = if is_part || of.is_in_place(gradient.adds_itself) { 0 } else { terms };
-            let bytes = whole * size(gradient);
+            let whole = if is_part || of.is_in_place(gradient.adds_itself) { 0 } else { 1 };
+            let (begin, terms) = self.terms(gradient);
+            let bytes = terms * whole * size(gradient);
+            if begin < gradient.made {
+                add(bytes, begin, gradient.made - 1);
+            }
             // What ranks reduce to parts is whole until then, when what it was made of is not there any more.
             let end = gradient.made + usize::from(of.is_reduced() && whole > 0);
             add(bytes.saturating_sub(kept(gradient)), gradient.made, end);
@@ -319,6 +322,16 @@ impl Liveness<'_> {
             profile.staging.push(sums + made.min(reductions));
         }
         profile
+    }
+
+    /// From where on a gradient, or what there is of it, lives as it is made, and how many of its size that is: where the
+    /// head is in chunks it is added up while they go by, and a term that does not add itself is there beside the sum.
+    pub(in crate::search) fn terms(&self, gradient: &Gradient) -> (usize, u64) {
+        let (classes, begin) = &self.in_terms;
+        match classes.contains(&gradient.class) {
+            true => (*begin, if gradient.adds_itself { 1 } else { 2 }),
+            false => (gradient.made, 1),
+        }
     }
 
     /// What collectives that add take beside what they add.
