@@ -313,15 +313,30 @@ fn more_memory_makes_no_pipeline_slower() {
     }
 }
 
-/// Where nothing fits by its estimate, neither in one stage nor in several, a pipeline is found that fits by its programs.
+/// Where nothing fits by its estimate, neither in one stage nor in several, a pipeline is found that fits by its programs;
+/// and so it is where only pipelines are asked for.
 #[test]
 fn pipelines_may_fit_though_no_estimate_does() {
-    let options = Options { device_memory: Some(Bytes(500 << 20)), ..options("", Precision::Bf16) };
-    let model = NamedModel::find("unet").unwrap();
-    let compiled = shardc::compile(&model, Batch { batch: 4, seq: 0 }, &cluster("h100:1x4"), &options).unwrap();
-    let plan = compiled.plan();
-    assert!(plan.stages() == 4 && plan.prediction.fits(), "{}", plan.choice);
-    assert!(plan.search.memory > Bytes(500 << 20), "{} estimated", plan.search.memory);
+    for (on, memory, pins, stages) in [("h100:1x4", 500 << 20, "", 4), ("a100-80:4", 600_000_000, "pp=2", 2)] {
+        let options = Options { device_memory: Some(Bytes(memory)), ..options(pins, Precision::Bf16) };
+        let model = NamedModel::find("unet").unwrap();
+        let compiled = shardc::compile(&model, Batch { batch: 4, seq: 0 }, &cluster(on), &options).unwrap();
+        let plan = compiled.plan();
+        assert!(plan.stages() == stages && plan.prediction.fits(), "{}", plan.choice);
+        assert!(plan.search.memory > Bytes(memory), "{} estimated", plan.search.memory);
+    }
+}
+
+/// A pipeline fits that computes much again: one that cuts its head into chunks computes less.
+#[test]
+fn heads_of_pipelines_are_cut_where_memory_is_short() {
+    let (model, cluster) = (NamedModel::find("llama-160m").unwrap(), cluster("rtx3090:2x2"));
+    let [free, whole] = ["", "loss_chunks=1"].map(|pins| {
+        let options = Options { device_memory: Some(Bytes(1_020_000_000)), ..options(pins, Precision::Bf16) };
+        let compiled = shardc::compile(&model, Batch { batch: 4, seq: 2048 }, &cluster, &options).unwrap();
+        (compiled.plan().prediction.step, compiled.plan().choice.clone())
+    });
+    assert!(free.0.0 < 0.96 * whole.0.0, "{free:?}, and {whole:?} with the head whole");
 }
 
 /// Of few layers the head is much of a step, and cutting it by its tokens takes longer than leaving it whole.

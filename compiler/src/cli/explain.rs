@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 use shardc::Error;
 use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, stages, text, timeline, value};
 use shardc::report;
-use shardc_ir::Plan;
 use shardc_ir::program::Stream;
 use shardc_ir::text::PLAN_SCHEMA;
+use shardc_ir::{Bytes, Plan};
 use shardc_passes::simulate::Conditions;
 use std::path::{Path, PathBuf};
 
@@ -102,6 +102,16 @@ pub fn simulate(args: &SimulateArgs, json: bool) -> Result<(), Error> {
     }
     let stragglers = args.straggler.iter().map(|text| straggler(text)).collect::<Result<_, _>>()?;
     let conditions = Conditions { stragglers, contention: args.contention };
+    let (needed, room) = (plan.prediction.memory.total(), cluster.least_room(Bytes(u64::MAX)));
+    if other.is_some() && needed > room {
+        tracing::warn!(
+            "the plan needs {needed} per rank of {room} on {}: it is simulated as if that fitted",
+            cluster.name
+        );
+    }
+    if args.contention > 1.0 && cluster.ranks() <= cluster.per_node {
+        tracing::warn!("--contention has no effect: {} has one node, and it is of links between nodes", cluster.name);
+    }
     let inspection = Inspection::new(&plan, cluster, &conditions)?;
     match json {
         true => print_json(&simulated_json(&inspection)),

@@ -119,6 +119,8 @@ pub(super) enum Chosen {
         fastest: Option<Box<Candidate>>,
         /// How many candidates there are.
         candidates: u64,
+        /// Whether some promised to be, and none of them fits by its programs.
+        is_refused: bool,
     },
 }
 
@@ -141,13 +143,14 @@ pub(super) fn choose(
         let all = candidates.len() as u64;
         candidates.retain(|candidate| candidate.least() <= against);
         // A plan may fit by its programs that does not by its estimate.
-        if candidates.iter().any(|of| of.prediction.fits() || may_be_smaller(of, against)) {
+        let is_promising = candidates.iter().any(|of| of.prediction.fits() || may_be_smaller(of, against));
+        if is_promising {
             match promising(space, confirm, candidates) {
                 Err(error) if error.is_refusal() => {}
                 chosen => return chosen,
             }
         }
-        return Ok(Chosen::Slower { fastest, candidates: all });
+        return Ok(Chosen::Slower { fastest, candidates: all, is_refused: is_promising });
     }
     promising(space, confirm, candidates)
 }

@@ -78,6 +78,8 @@ impl Seen {
         }
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
         let before = seen.candidates.clone();
+        let is_refused = matches!(&chosen, Err(_) | Ok(Chosen::Slower { is_refused: true, .. }));
+        let seen = Self { visited: if is_refused { seen.visited.without_best() } else { seen.visited }, ..seen };
         let Self { candidates, visited } = seen.wider(space, Some(step), known)?;
         let chosen = if candidates == before { chosen? } else { choose(space, confirm, candidates, visited.against)? };
         Ok(Round { chosen, visited })
@@ -195,19 +197,24 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
         (None | Some(Err(_)), Some(Ok(found))) => told(found, &staged(), None),
         (Some(Ok(one)), Some(Ok(other))) if one.step() <= other.step() => told(one, &whole, Some((other, &staged()))),
         (Some(Ok(one)), Some(Ok(other))) => told(other, &staged(), Some((one, &whole))),
-        (Some(Err(one)), Some(Err(other))) => {
-            let error = nearer(one, other);
-            // Of pipelines that do not fit by their estimates, the programs of some may.
-            let lacks_little = error.filled().is_some_and(|filled| filled <= LITTLE);
-            let staged = Space { with_unfit: true, ..staged() };
-            match lacks_little.then(|| Round::new(&staged, confirm, f64::INFINITY)) {
-                Some(Ok(found)) => told(found, &staged, None),
-                Some(Err(error @ PlanError::Bug(_))) => Err(error),
-                _ => Err(error),
-            }
-        }
-        (Some(Err(error)), _) | (None, Some(Err(error))) => Err(error),
+        (Some(Err(one)), Some(Err(other))) => unfit(&staged(), confirm, nearer(one, other)),
+        (None, Some(Err(error))) => unfit(&staged(), confirm, error),
+        (Some(Err(error)), None) => Err(error),
         (None, None) => Err(PlanError::Bug("a space without plans of one stage and without pipelines".to_string())),
+    }
+}
+
+/// The best of pipelines that do not fit by their estimates: the programs of some may, where nothing else does.
+///
+/// # Errors
+/// Why nothing else does, where that lacks much, or these do not fit either.
+fn unfit(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, error: PlanError) -> Result<Plan, PlanError> {
+    let lacks_little = error.filled().is_some_and(|filled| filled <= LITTLE);
+    let space = Space { with_unfit: true, ..*space };
+    match lacks_little.then(|| Round::new(&space, confirm, f64::INFINITY)) {
+        Some(Ok(found)) => told(found, &space, None),
+        Some(Err(error @ PlanError::Bug(_))) => Err(error),
+        _ => Err(error),
     }
 }
 
@@ -324,7 +331,7 @@ fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_
                 plan.search.lowered += other.search.lowered;
                 add_runner_up(&mut plan, other.choice.clone(), &other.prediction, "");
             }
-            Chosen::Slower { fastest, candidates } => {
+            Chosen::Slower { fastest, candidates, .. } => {
                 plan.search.candidates += candidates;
                 if let Some(of) = fastest {
                     add_runner_up(&mut plan, of.choice(), &of.prediction, "estimated: ");

@@ -110,7 +110,8 @@ impl Mesh<'_> {
     }
 }
 
-/// The pipelines of a mesh with stages, of which the batch is placed. Where none fits, the head is cut into smaller chunks.
+/// The pipelines of a mesh with stages, of which the batch is placed. Where none fits, or the fastest that does computes
+/// something again, the head is cut into smaller chunks as long as that gains.
 pub(super) fn solve(
     space: &Space<'_, '_>,
     line: &Line,
@@ -131,15 +132,23 @@ pub(super) fn solve(
     }
     let sizes: Vec<usize> = clusters.iter().map(Vec::len).collect();
     let mut found = of_solved(space, line, &own, (&sizes, &set), point, visited);
-    let fits = |found: &[Candidate]| found.iter().any(|candidate| candidate.prediction.fits());
+    let fastest = |found: &[Candidate]| {
+        let fit = found.iter().filter(|of| of.prediction.fits());
+        let taken = fit.map(|of| (of.prediction.step.0, of.recompute != Recompute::None));
+        taken.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((f64::INFINITY, true))
+    };
+    let (mut best, mut is_short) = fastest(&found);
     // By what programs of their like took, all may be so far from fitting that none is tried.
-    let is_known = space.measure.excess > 1.0;
-    if !fits(&found) && (is_known || !found.is_empty()) {
+    if is_short && (space.measure.excess > 1.0 || !found.is_empty()) {
         for smaller in own.in_smaller_chunks(prepared, room, (&meshes, pins)) {
             let others = of_solved(space, line, &smaller, (&sizes, &set), point, visited);
-            let is_enough = fits(&others);
+            let before = best;
+            (best, is_short) = fastest(&others);
+            if before.is_finite() && best >= before {
+                break;
+            }
             found.extend(others);
-            if is_enough {
+            if !is_short {
                 break;
             }
         }

@@ -172,7 +172,11 @@ fn slower(prediction: &Prediction, winner: &Prediction) -> String {
 
 /// Adds a plan that lost to the runners-up of another; of one that was not lowered, `estimated` says so.
 pub(in crate::search) fn add_runner_up(plan: &mut Plan, choice: String, lost: &Prediction, estimated: &str) {
-    let reason = format!("{estimated}{}", slower(lost, &plan.prediction));
+    let is_faster = !estimated.is_empty() && lost.step.0 < 0.999 * plan.prediction.step.0;
+    let reason = match is_faster {
+        true => "estimated faster; by its programs, or those of its like, it does not fit or is not".to_string(),
+        false => format!("{estimated}{}", slower(lost, &plan.prediction)),
+    };
     plan.alternatives.truncate(TOLD - 1);
     plan.alternatives.push(Alternative { choice, step: lost.step, memory: lost.memory.total(), reason });
     plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
