@@ -57,10 +57,12 @@ fn check_outputs(args: &TrainArgs, model: &NamedModel) -> Result<(), Error> {
 
 /// Where a model is saved whose training went wrong: not over one that was there before.
 fn diverged_place(dir: &Path) -> PathBuf {
-    match dir.file_name().filter(|_| shardc_models::hf::holds_model(dir)) {
+    if !shardc_models::hf::holds_model(dir) {
+        return dir.to_path_buf();
+    }
+    match dir.file_name() {
         Some(name) => dir.with_file_name(format!("{}.diverged", name.to_string_lossy())),
-        None if shardc_models::hf::holds_model(dir) => dir.join("diverged"),
-        None => dir.to_path_buf(),
+        None => dir.join("diverged"),
     }
 }
 

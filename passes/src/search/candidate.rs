@@ -144,3 +144,14 @@ pub(in crate::search) fn sort(candidates: &mut [Candidate]) {
     let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);
     candidates[..ties].sort_by_key(simplicity);
 }
+
+/// The fastest that fits, the first of equals.
+pub(in crate::search) fn fastest(candidates: &[Candidate]) -> Option<&Candidate> {
+    let fit = candidates.iter().filter(|candidate| candidate.prediction.fits());
+    fit.min_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0))
+}
+
+/// The seconds of its step.
+pub(in crate::search) fn least_step(candidates: &[Candidate]) -> f64 {
+    fastest(candidates).map_or(f64::INFINITY, |of| of.prediction.step.0)
+}

@@ -32,7 +32,7 @@ mod sent;
 mod step;
 
 use super::away::{Away, suits};
-use super::candidate::{Candidate, overlap_chunks};
+use super::candidate::{Candidate, fastest, least_step, overlap_chunks};
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offload;
 use super::choice::pins::{Pins, Recompute};
@@ -132,23 +132,17 @@ pub(super) fn solve(
     }
     let sizes: Vec<usize> = clusters.iter().map(Vec::len).collect();
     let mut found = of_solved(space, line, &own, (&sizes, &set), point, visited);
-    let fastest = |found: &[Candidate]| {
-        let fit = found.iter().filter(|of| of.prediction.fits());
-        let taken = fit.map(|of| (of.prediction.step.0, of.recompute != Recompute::None));
-        taken.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((f64::INFINITY, true))
-    };
-    let (mut best, mut is_short) = fastest(&found);
+    let is_free = |found: &[Candidate]| fastest(found).is_some_and(|of| of.recompute == Recompute::None);
     // By what programs of their like took, all may be so far from fitting that none is tried.
-    if is_short && (space.measure.excess > 1.0 || !found.is_empty()) {
+    if !is_free(&found) && (space.measure.excess > 1.0 || !found.is_empty()) {
         for smaller in own.in_smaller_chunks(prepared, room, (&meshes, pins)) {
             let others = of_solved(space, line, &smaller, (&sizes, &set), point, visited);
-            let before = best;
-            (best, is_short) = fastest(&others);
-            if before.is_finite() && best >= before {
+            if fastest(&found).is_some() && least_step(&others) >= least_step(&found) {
                 break;
             }
+            let is_enough = is_free(&others);
             found.extend(others);
-            if !is_short {
+            if is_enough {
                 break;
             }
         }

@@ -7,7 +7,7 @@
 
 use super::bound::stages::{InStages, Order, least_fitting_in_stages, least_in_stages};
 use super::bound::{Asked, least, least_fitting, scaled};
-use super::candidate::Candidate;
+use super::candidate::{Candidate, least_step};
 use super::choice::degrees::{Degrees, zero_stages};
 use super::choice::stages::MOST_ZERO;
 use super::error::PlanError;
@@ -232,8 +232,7 @@ impl Visited {
 
     /// Takes the plans of the latest mesh in.
     pub fn add(&mut self, candidates: &[Candidate]) {
-        let fits = candidates.iter().filter(|candidate| candidate.prediction.fits());
-        let best = fits.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+        let best = least_step(candidates);
         self.best = self.best.min(best);
         if let Some(known) = self.known.last_mut() {
             known.best = known.best.min(best);

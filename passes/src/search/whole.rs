@@ -6,7 +6,7 @@
 //! have to be computed again, the head is also cut into smaller chunks.
 
 use super::away::At;
-use super::candidate::{Candidate, overlap_chunks};
+use super::candidate::{Candidate, least_step, overlap_chunks};
 use super::choice::degrees::zero_stages;
 use super::choice::pins::{Pins, Recompute};
 use super::choose::overlap;
@@ -115,7 +115,7 @@ fn extend(
                 let smaller = smaller.get_or_init(|| solved.in_smaller_chunks(space.prepared, bound, (meshes, pins)));
                 for solved in smaller {
                     let others = of(solved);
-                    if fastest(&others) < fastest(&found) {
+                    if least_step(&others) < least_step(&found) {
                         found.extend(others.into_iter().filter(|other| other.prediction.fits()));
                     } else {
                         leanest = others;
@@ -126,7 +126,7 @@ fn extend(
                 }
             }
             // Where nothing fits by its estimate, the leanest may by its programs.
-            if fastest(&found) == f64::INFINITY {
+            if least_step(&found) == f64::INFINITY {
                 found.extend(leanest);
             }
             candidates.extend(found);
@@ -168,12 +168,6 @@ fn at_zero(
         }
     }
     found
-}
-
-/// The seconds of the fastest candidate that fits.
-fn fastest(of: &[Candidate]) -> f64 {
-    let fit = of.iter().filter(|candidate| candidate.prediction.fits());
-    fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min)
 }
 
 /// A prediction with matrix products that take so many seconds longer.

@@ -349,7 +349,7 @@ fn share(ty: &TensorType, place: usize, members: usize) -> (usize, usize) {
 }
 
 /// Elements `first..first + length` of the reduction of all members' operands.
-fn reduce_part(
+pub(super) fn reduce_part(
     reduce: ReduceKind,
     ty: &TensorType,
     operands: &[&[u8]],

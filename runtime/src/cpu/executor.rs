@@ -6,12 +6,11 @@
 //! copy onto itself does nothing, and `adamw` updates in place.
 #![allow(unsafe_code)]
 
-use super::collectives::{Interrupt, Kind, Member};
+use super::collectives::{Interrupt, Kind, Member, reduce_part};
 use super::kernels::{self, Context, View, ViewMut};
 use super::memory::{ALIGNMENT, AlignedBytes};
 use crate::watch::{Finding, Watch};
 use crate::{Feeds, Span};
-use bytemuck::Pod;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::sharding::ReduceKind;
@@ -334,11 +333,13 @@ fn accumulate(is_first: bool, from: View<'_>, to: &mut ViewMut<'_>) -> Result<()
     if is_first && from.ty == to.ty {
         return copy(from, to);
     }
-    match to.ty.dtype {
-        DType::I64 => return add_whole::<i64>(&from, to, i64::wrapping_add),
-        DType::I32 => return add_whole::<i32>(&from, to, i32::wrapping_add),
-        dtype if !dtype.is_float() => return Err(format!("cannot accumulate in {}", to.ty)),
-        _ => {}
+    if to.ty.dtype.is_int() && from.ty == to.ty {
+        let sum = reduce_part(ReduceKind::Sum, to.ty, &[to.bytes, from.bytes], (0, to.ty.elements() as usize))?;
+        to.bytes.copy_from_slice(&sum);
+        return Ok(());
+    }
+    if !to.ty.dtype.is_float() {
+        return Err(format!("cannot accumulate {} in {}", from.ty, to.ty));
     }
     let terms = from.f32s()?;
     if is_first {
@@ -352,16 +353,6 @@ fn accumulate(is_first: bool, from: View<'_>, to: &mut ViewMut<'_>) -> Result<()
     let sums = View { ty: to.ty, bytes: to.bytes }.f32s()?.into_owned();
     let sums: Vec<f32> = sums.iter().zip(terms.iter()).map(|(sum, term)| sum + term).collect();
     to.round_f32(&sums)
-}
-
-/// Integers of one type, which wrap around as those of GPUs do.
-fn add_whole<T: Pod>(from: &View<'_>, to: &mut ViewMut<'_>, add: fn(T, T) -> T) -> Result<(), String> {
-    if from.ty != to.ty {
-        return Err(format!("cannot accumulate {} in {}", from.ty, to.ty));
-    }
-    let (sums, terms): (&mut [T], &[T]) = (bytemuck::cast_slice_mut(to.bytes), bytemuck::cast_slice(from.bytes));
-    sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum = add(*sum, *term));
-    Ok(())
 }
 
 fn copy(from: View<'_>, to: &mut ViewMut<'_>) -> Result<(), String> {

@@ -187,9 +187,11 @@ impl Interpreter<'_> {
             Action::Feed { input } => {
                 let name = self.program().inputs[*input].name.as_str();
                 let value = *self.leaves.inputs.get(name).ok_or("feeds what is no input of the graph")?;
-                let (fed, ty) = (self.kernels.made(value), &self.program().buffers[instruction.results[0]].ty);
+                let of = self.plan.graph.value(value);
+                let (layouts, ty) = (self.kernels.layouts(of.def), &self.program().buffers[instruction.results[0]].ty);
+                let fed = &layouts.results[of.index];
                 match fed.local == *ty {
-                    true => Ok(vec![vec![Fact::ready(value, fed.arrangement)]]),
+                    true => Ok(vec![vec![Fact::ready(value, fed.arrangement.clone())]]),
                     false => Err(format!("feeds {ty}; by its layout a rank's part is {}", fed.local)),
                 }
             }

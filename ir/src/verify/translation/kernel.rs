@@ -16,7 +16,6 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 /// How an operand or a result lies.
-#[derive(Clone)]
 pub(super) struct Layout {
     pub arrangement: Arrangement,
     sharding: Sharding,
@@ -58,13 +57,8 @@ impl<'a> Kernels<'a> {
 
     /// How a value lies where it is made.
     pub fn made_as(&mut self, value: ValueId) -> Arrangement {
-        self.made(value).arrangement
-    }
-
-    /// The layout in which a value is made.
-    pub fn made(&mut self, value: ValueId) -> Layout {
         let value = self.plan.graph.value(value);
-        self.layouts(value.def).results[value.index].clone()
+        self.layouts(value.def).results[value.index].arrangement.clone()
     }
 
     /// The layouts that follow from a node's strategy.

@@ -15,6 +15,9 @@ use shardc_ir::{Bytes, Family, Feature, Plan, Seconds};
 /// What a pipeline may be pinned to, for which values are not chosen one by one.
 const LEANER: &str = "pin recompute=selective or recompute=block, or more loss_chunks";
 
+/// The share of another plan's step that one takes at the most which is called faster.
+const FASTER: f64 = 0.999;
+
 /// What a wider search would also try, and what of it does not run yet.
 fn wider(space: &Space<'_, '_>, is_staged: bool) -> Option<String> {
     let (target, has_device) = (space.prepared.target, space.cluster.device.kind != DeviceKind::Cpu);
@@ -52,7 +55,7 @@ impl Told<'_> {
     pub(in crate::search) fn left_out(&self) -> (u64, u64) {
         let step = self.candidates[self.chosen].prediction.step.0;
         let is_untried = |(index, of): &(usize, &Candidate)| {
-            of.prediction.step.0 < 0.999 * step && !of.prediction.fits() && self.exact(*index).is_none()
+            of.prediction.step.0 < FASTER * step && !of.prediction.fits() && self.exact(*index).is_none()
         };
         let fit = |of: &&(usize, Prediction)| self.candidates[of.0].prediction.fits();
         let refused = self.refused.iter().filter(fit).count() as u64;
@@ -76,7 +79,7 @@ impl Told<'_> {
         if !own.fits() {
             return format!("estimated: {}", needs(own));
         }
-        if own.step.0 >= 0.999 * winner.step.0 {
+        if own.step.0 >= FASTER * winner.step.0 {
             return format!("estimated: {}", slower(own, winner));
         }
         // It looks faster. Those like it that were lowered say why it was not.
@@ -172,7 +175,7 @@ fn slower(prediction: &Prediction, winner: &Prediction) -> String {
 
 /// Adds a plan that lost to the runners-up of another; of one that was not lowered, `estimated` says so.
 pub(in crate::search) fn add_runner_up(plan: &mut Plan, choice: String, lost: &Prediction, estimated: &str) {
-    let is_faster = !estimated.is_empty() && lost.step.0 < 0.999 * plan.prediction.step.0;
+    let is_faster = !estimated.is_empty() && lost.step.0 < FASTER * plan.prediction.step.0;
     let reason = match is_faster {
         true => "estimated faster; by its programs, or those of its like, it does not fit or is not".to_string(),
         false => format!("{estimated}{}", slower(lost, &plan.prediction)),

@@ -249,7 +249,6 @@ pub struct Profile {
 }
 
 /// Bytes of collectives that add gradients.
-#[derive(Debug, Default)]
 struct Staging {
     /// Scratch memory of sums between nodes, which may be anywhere.
     sums: u64,
@@ -336,21 +335,14 @@ impl Liveness<'_> {
 
     /// What collectives that add take beside what they add.
     fn staging(&self, of: Gradients) -> Staging {
-        let [sums, whole, others] = self.staging;
-        let most = if of.is_parted() { others } else { whole };
-        match of {
-            Gradients::Added { is_reduced: false } => Staging { sums, ..Staging::default() },
-            _ => Staging { sums, reductions: most.saturating_sub(sums), waiting: self.waiting(of) },
-        }
-    }
-
-    /// The most bytes of gradients that wait to be reduced.
-    fn waiting(&self, of: Gradients) -> u64 {
-        match of {
-            Gradients::Kept(_) if of.is_parted() => self.waiting[0],
-            Gradients::Added { is_reduced: true } => self.waiting[1],
-            _ => 0,
-        }
+        let ([sums, whole, others], [once, in_loop]) = (self.staging, self.waiting);
+        let (most, waiting) = match of {
+            Gradients::Kept(_) if of.is_parted() => (others, once),
+            Gradients::Kept(_) => (whole, 0),
+            Gradients::Added { is_reduced: true } => (whole, in_loop),
+            Gradients::Added { is_reduced: false } => (0, 0),
+        };
+        Staging { sums, reductions: most.saturating_sub(sums), waiting }
     }
 }
 
