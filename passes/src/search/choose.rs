@@ -119,8 +119,6 @@ pub(super) enum Chosen {
         fastest: Option<Box<Candidate>>,
         /// How many candidates there are.
         candidates: u64,
-        /// Whether some promised to be, and none of them fits by its programs.
-        is_refused: bool,
     },
 }
 
@@ -143,14 +141,13 @@ pub(super) fn choose(
         let all = candidates.len() as u64;
         candidates.retain(|candidate| candidate.least() <= against);
         // A plan may fit by its programs that does not by its estimate.
-        let is_promising = candidates.iter().any(|of| of.prediction.fits() || may_be_smaller(of, against));
-        if is_promising {
+        if candidates.iter().any(|of| of.prediction.fits() || may_be_smaller(of, against)) {
             match promising(space, confirm, candidates) {
                 Err(error) if error.is_refusal() => {}
                 chosen => return chosen,
             }
         }
-        return Ok(Chosen::Slower { fastest, candidates: all, is_refused: is_promising });
+        return Ok(Chosen::Slower { fastest, candidates: all });
     }
     promising(space, confirm, candidates)
 }

@@ -78,8 +78,6 @@ impl Seen {
         }
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
         let before = seen.candidates.clone();
-        let is_refused = matches!(&chosen, Err(_) | Ok(Chosen::Slower { is_refused: true, .. }));
-        let seen = Self { visited: if is_refused { seen.visited.without_best() } else { seen.visited }, ..seen };
         let Self { candidates, visited } = seen.wider(space, Some(step), known)?;
         let chosen = if candidates == before { chosen? } else { choose(space, confirm, candidates, visited.against)? };
         Ok(Round { chosen, visited })
@@ -331,7 +329,7 @@ fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_
                 plan.search.lowered += other.search.lowered;
                 add_runner_up(&mut plan, other.choice.clone(), &other.prediction, "");
             }
-            Chosen::Slower { fastest, candidates, .. } => {
+            Chosen::Slower { fastest, candidates } => {
                 plan.search.candidates += candidates;
                 if let Some(of) = fastest {
                     add_runner_up(&mut plan, of.choice(), &of.prediction, "estimated: ");

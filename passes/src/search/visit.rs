@@ -136,11 +136,6 @@ impl Visited {
         (wider, again.into_iter().flat_map(|known| known.stored).collect())
     }
 
-    /// The same, where the fastest plan that was found does not fit by its programs.
-    pub fn without_best(self) -> Self {
-        Self { best: f64::INFINITY, ..self }
-    }
-
     /// The bound of the latest mesh.
     pub fn least(&self) -> f64 {
         self.known.last().map_or(0.0, |known| known.least)
